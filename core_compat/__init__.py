@@ -1,1 +1,3 @@
-"""Names of other packages, resolved to ours: programs written for them run here after a change of import lines."""
+"""Names of other packages, resolved to this one, so that programs written for them run after a change of import
+lines.
+"""

@@ -1,9 +1,9 @@
-"""Foreign signatures, written as a row of words, for our functions that take fewer arguments or other names.
+"""Foreign signatures, written as a row of words, for functions that take fewer arguments or other names here.
 
     @arguments("self size bias=True * !fused=False -verbose=False old_name>name=None", {"fused": "torch fuses it"})
 
 A word is an argument and its default. '*': the following arguments are keyword-only. '!': rejected unless it has its
-default (for several, '0|None', any of them). '-': ignored. 'theirs>ours': passed on under our name.
+default (for several, '0|None', any of them). '-': ignored. 'old>new': passed on under the new name.
 """
 
 from __future__ import annotations
@@ -34,24 +34,19 @@ PLAIN = (bool, int, float, str, tuple, list, dict)
 
 
 def is_one_of(value: Any, defaults: tuple[Any, ...]) -> bool:
-    """Return True if a value equals one of the defaults. Tensors and modules are compared only by identity."""
+    """Return ``True`` if a value equals one of the defaults. Tensors and modules are only compared by identity."""
     return any(value is default or (isinstance(value, PLAIN) and value == default) for default in defaults)
 
 
 def defaults_of(text: str) -> tuple[Any, ...]:
-    """Parse the values of a text such as '0|None'; the first is the default."""
+    """Parse the values of a text such as '0|None', with the default first."""
     return tuple(ast.literal_eval(part) for part in text.split("|"))
 
 
 def arguments(row: str, advice: Mapping[str, str] | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a function to take the arguments of a row, and to be called by keyword with the used ones.
 
-    Args:
-        row: The foreign signature.
-        advice: Advice for each rejected argument. It is in the ValueError, which names the function.
-
-    Returns:
-        The decorator.
+    ``advice`` for a rejected argument is in the ValueError, which names the function.
     """
     parameters, dropped, names = [], set(), {}
     refused: dict[str, tuple[tuple[Any, ...], str]] = {}

@@ -1,4 +1,4 @@
-"""`python -m core compat-check train.py`: check a program for Megatron Core or ColossalAI without running it.
+"""``python -m core compat-check train.py``: check a program for Megatron Core or ColossalAI without running it.
 
 Each name, call and argument is served, obeyed otherwise, warned of, absent, or Megatron's own. The verdict is read from
 the modules that serve them: their names, their signatures, and their tables of rejected arguments.
@@ -43,7 +43,7 @@ UNKNOWN: Any = object()  # a value that is known only in a run
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One use of a foreign name. `why` is the advice or the effect."""
+    """Use of a foreign name. ``why`` is the advice or the effect."""
 
     line: int
     verdict: str
@@ -53,10 +53,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of the search for a foreign name: our object, or an error text if it is missing.
+    """Result of the search for a foreign name: an object of this package, or an error text if it is missing.
 
     Attributes:
-        value: Our object; UNKNOWN if it is known only in a run.
+        value: The object; UNKNOWN if it is only known in a run.
         missing: Error text if there is no such object.
         is_own: True if a program keeps importing the name from the foreign package.
     """
@@ -67,11 +67,7 @@ class Found:
 
 
 def check_program(text: str | bytes) -> list[Finding]:
-    """Return the findings in a program's text, sorted by line.
-
-    Raises:
-        SyntaxError: If the text is not Python.
-    """
+    """Return the findings in a program's text, sorted by line. Raises SyntaxError if the text is not Python."""
     program = ast.parse(text)
     reader = _ProgramReader(_kept_in(program))
     reader.visit(program)
@@ -79,7 +75,9 @@ def check_program(text: str | bytes) -> list[Finding]:
 
 
 def _kept_in(program: ast.AST) -> Surface | None:
-    """Return the surface whose foreign names keep their own meaning in a program, because it imports our names too."""
+    """Return the surface whose foreign names keep their own meaning in a program, because it imports this package
+    too.
+    """
     nodes = list(ast.walk(program))
     imported = {f"{n.module}.{alias.name}" for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -95,7 +93,7 @@ def _is_below(dotted: str, root: str) -> bool:
 
 @functools.cache
 def find(dotted: str) -> Found | None:
-    """Find our object for a foreign path; None if it does not belong to a served package."""
+    """Find the object for a foreign path, or return ``None`` if it does not belong to a served package."""
     for surface in SURFACES:
         for root in (surface.foreign, surface.here):
             inner = dotted[len(root) + 1 :]
@@ -126,7 +124,7 @@ def _inside(surface: Surface, inner: str) -> Found:
 
 
 class _ProgramReader(ast.NodeVisitor):
-    """Visitor of a program in line order. `kept` is the surface whose foreign names keep their own meaning in it."""
+    """Visitor of a program in line order. ``kept`` is the surface whose foreign names keep their own meaning in it."""
 
     def __init__(self, kept: Surface | None) -> None:
         self.kept = kept
@@ -140,7 +138,7 @@ class _ProgramReader(ast.NodeVisitor):
         self.findings.append(Finding(getattr(node, "lineno", 0), verdict, what, why))
 
     def path_of(self, node: ast.AST) -> str | None:
-        """Return the import path of `name.attribute.attribute`; None for other expressions."""
+        """Return the import path of ``name.attribute.attribute``, or ``None`` for other expressions."""
         if isinstance(node, ast.Name):
             return self.paths.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -149,7 +147,7 @@ class _ProgramReader(ast.NodeVisitor):
         return None
 
     def find(self, path: str | None) -> Found | None:
-        """Find our object for a path; also None for a name that keeps the foreign package's meaning."""
+        """Find the object for a path. Also return ``None`` for a name that keeps the foreign package's meaning."""
         return None if path is None or self.is_kept(path) else find(path)
 
     def is_kept(self, path: str) -> bool:
@@ -247,7 +245,9 @@ class _ProgramReader(ast.NodeVisitor):
                 self.call(node, method, f"{kind.__name__}.{node.func.attr}", True)
 
     def call(self, node: ast.Call, called: Any, name: str, is_bound: bool) -> None:
-        """Record how the arguments of a call are served. `is_bound` is True if Python passes the first argument."""
+        """Record how the arguments of a call are served. ``is_bound`` is ``True`` if Python passes the first
+        argument.
+        """
         refusal = next((each.sentence for each in _makers(called) if hasattr(each, "sentence")), None)
         if refusal is not None:
             self.add(node, ABSENT, f"{name}(...)", refusal)
@@ -321,7 +321,7 @@ class _ProgramReader(ast.NodeVisitor):
 
 
 def _makers(called: Any) -> list[Any]:
-    """Return the functions that run when `called` is called."""
+    """Return the functions that run when ``called`` is called."""
     return [called.__init__, called.__new__] if inspect.isclass(called) else [called]
 
 
@@ -390,8 +390,7 @@ def report(file: Path, findings: Sequence[Finding]) -> str:
 def programs_in(places: Sequence[Path]) -> list[Path]:
     """Return files, and the Python files below directories.
 
-    Raises:
-        FileNotFoundError: If a path does not exist, or has no Python file.
+    Raises FileNotFoundError if a path does not exist, or has no Python file.
     """
     found: list[Path] = []
     for place in places:
@@ -417,13 +416,8 @@ def read_program(program: Path) -> list[Finding] | str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check programs and print the findings.
-
-    Args:
-        arguments: Files and directories of programs.
-
-    Returns:
-        2 if a file cannot be read, else 1 if something is absent, else 0.
+    """Check programs and print the findings. Return 2 if a file cannot be read, else 1 if something is absent,
+    else 0.
     """
     asked = bool({"-h", "--help"} & set(arguments))
     if asked or not arguments:

@@ -1,4 +1,4 @@
-"""Import system for a foreign package's modules and names: a table makes them importable below our package or directly.
+"""Import system for a foreign package's modules and names: a table makes them importable from here or directly.
 
     SURFACE = Surface("theirs", "core_compat.theirs", {"optim.adam": {"torch.optim": "Adam FusedAdam=AdamW"}}, {}, {})
     register(SURFACE)                    from core_compat.theirs.optim.adam import FusedAdam
@@ -30,17 +30,17 @@ REPLACE = "--replace-installed"
 
 @dataclass(frozen=True, eq=False)
 class Surface:
-    """The part of a foreign package that is served.
+    """Part of a foreign package that is served.
 
     Attributes:
         foreign: Its import name.
-        here: Our package that replaces it.
+        here: Package that replaces it.
         modules: A module's path below the package ('' for the package itself) -> {module with the objects: names}. A
-            module that begins with '.' is below `here`. Names are separated by spaces; `theirs=ours` if they differ;
-            '*' for all public names. Parent packages of a module need no row.
+            module that begins with '.' is below ``here``. Names are separated by spaces; ``theirs=here`` if they
+            differ; '*' for all public names. Parent packages of a module need no row.
         absent: A dotted name or a prefix of one -> advice.
         aliases: Another path of a module -> its path.
-        outside: As `absent`, for names next to a foreign package that is part of another one.
+        outside: As ``absent``, for names next to a foreign package that is part of another one.
         own: Absent packages that a program keeps importing from the foreign package, which stays installed.
     """
 
@@ -71,7 +71,7 @@ class Surface:
             yield (self.here + source if source.startswith(".") else source), names
 
     def all_names(self, path: str) -> list[str]:
-        """List every public name of a module, including those behind a '*' but no submodules. Imports their modules."""
+        """List every public name of a module, including names behind a '*' but no submodules. Imports their modules."""
         behind = (name for module in self._open_modules(path) for name in vars(module) if _is_public(module, name))
         return sorted({*self.names(path), *behind})
 
@@ -80,6 +80,10 @@ class Surface:
 
     def resolve(self, path: str, name: str) -> Any:
         """Return the object or submodule for a name of a module.
+
+        Args:
+            path (str): Module path below the package.
+            name (str): Name in the module.
 
         Raises:
             AttributeError: If there is no such name. The text has the advice.
@@ -98,7 +102,7 @@ class Surface:
         raise AttributeError(self.missing(inner))
 
     def advice(self, dotted: str) -> str | None:
-        """Return the advice for an absent name; None if the table does not have it."""
+        """Return the advice for an absent name, or ``None`` if the table does not have it."""
         return next((self.absent[end] for end in _ends(dotted) if end in self.absent), None)
 
     def missing(self, dotted: str) -> str:
@@ -124,20 +128,20 @@ class Surface:
 
 
 def _ends(dotted: str) -> list[str]:
-    """Return a dotted name and its prefixes, longest first; the last is ''."""
+    """Return a dotted name and its prefixes, longest first, ending with ''."""
     parts = dotted.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
 
 
 def read_rows(text: str, faces: str = "") -> Rows:
-    """Parse `Surface.modules` from lines: a path ('-' for the package itself), then modules, each with its names.
+    """Parse ``Surface.modules`` from lines: a path ('-' for the package itself), then modules, each with its names.
 
-    A word that begins with '.' (a module below `faces`) or with 'core.' is a module. '@path' includes the contents of
+    A word that begins with '.' (a module below ``faces``) or with 'core.' is a module. '@path' includes the contents of
     another line. 'path,a,b' gives path.a and path.b the same contents. An indented line continues the previous line.
 
     Args:
-        text: The lines.
-        faces: Package of modules that are named by a leading '.'.
+        text (str): The lines.
+        faces (str, optional): Package of modules that are named by a leading '.'.
     """
     found: Rows = {}
     included: list[tuple[Any, str]] = []
@@ -162,7 +166,7 @@ def read_rows(text: str, faces: str = "") -> Rows:
 
 
 def _is_public(module: ModuleType, name: str) -> bool:
-    """Return True for a name in `__all__`, or without `__all__` for a name that the module itself defines."""
+    """Return True for a name in ``__all__``, or without ``__all__`` for a name that the module itself defines."""
     listed = getattr(module, "__all__", None)
     if listed is not None:
         return name in listed
@@ -170,11 +174,11 @@ def _is_public(module: ModuleType, name: str) -> bool:
 
 
 class ForeignModule(ModuleType):
-    """One module of a surface; names are resolved on first use.
+    """Module of a surface, whose names are resolved on first use.
 
     Args:
-        surface: The surface.
-        path: Path of the module below the surface's package.
+        surface (Surface): The surface.
+        path (str): Path of the module below the surface's package.
     """
 
     def __init__(self, surface: Surface, path: str) -> None:
@@ -222,7 +226,7 @@ def _finder(surface: Surface) -> _Missing | None:
 
 
 def register(surface: Surface) -> None:
-    """Make the surface's modules importable below our package. Idempotent."""
+    """Make the surface's modules importable below its package. Idempotent."""
     if _finder(surface) is None:
         sys.meta_path.insert(0, _Missing(surface))
         own = {path: ForeignModule(surface, path) for path in surface.paths.values()}
@@ -233,11 +237,12 @@ def install(surface: Surface, *, replace_installed: bool = False) -> None:
     """Make the foreign name resolve to the surface in this process, for code that cannot be edited. Idempotent.
 
     Args:
-        surface: The surface.
-        replace_installed: Also install if the real package is installed, which is then hidden.
+        surface (Surface): The surface.
+        replace_installed (bool, optional): Also install if the real package is installed, which is then hidden.
 
     Raises:
-        RuntimeError: If the real package is installed and `replace_installed` is False, or it is already imported.
+        RuntimeError: If the real package is installed and ``replace_installed`` is ``False``, or it is already
+            imported.
     """
     register(surface)
     finder, foreign, here = _finder(surface), surface.foreign, surface.here
@@ -267,7 +272,7 @@ def install(surface: Surface, *, replace_installed: bool = False) -> None:
 
 
 def uninstall(surface: Surface) -> None:
-    """Undo `install`. Modules that have imported names keep them."""
+    """Undo ``install``. Modules that have imported names keep them."""
     finder = _finder(surface)
     if finder is None or surface.foreign not in finder.roots:
         return
@@ -282,7 +287,7 @@ def uninstall(surface: Surface) -> None:
 
 
 def _is_placeholder(parent: str) -> bool:
-    """Return True for a parent package that `install` created."""
+    """Return True for a parent package that ``install`` created."""
     return parent in sys.modules and vars(sys.modules[parent]).get("__path__") == []
 
 
@@ -293,13 +298,13 @@ def _is_installed(name: str) -> bool:
 
 
 def run(surface: Surface, arguments: Sequence[str]) -> None:
-    """Install the surface, then run a program like python: `script.py its arguments`, or `-m module its arguments`.
+    """Install the surface, then run a program like python: ``script.py its arguments``, or ``-m module its arguments``.
 
-    `--replace-installed` before the program also installs if the real package is installed.
+    ``--replace-installed`` before the program also installs if the real package is installed.
 
     Args:
-        surface: The surface.
-        arguments: The command line, without the interpreter's part.
+        surface (Surface): The surface.
+        arguments (Sequence[str]): The command line, without the interpreter's part.
     """
     replace_installed = list(arguments[:1]) == [REPLACE]
     arguments = arguments[replace_installed:]

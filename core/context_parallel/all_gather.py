@@ -18,19 +18,10 @@ from core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 def all_gather_attention(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, documents: Tensor | None
 ) -> Tensor:
-    """Compute attention with gathered keys and values.
+    """Compute attention with gathered keys and values. Collective over the group, in forward and backward.
 
-    Collective over the group, in forward and backward.
-
-    Args:
-        query: [s / cp, b, heads, d].
-        key: [s / cp, b, groups, d].
-        value: [s / cp, b, groups, d].
-        group: Context-parallel group.
-        documents: [b, s], document numbers of the full sequence, or None.
-
-    Returns:
-        [s / cp, b, heads, d].
+    Queries and the result have shape [s / cp, b, heads, d], keys and values [s / cp, b, groups, d]. ``documents`` has
+    the document numbers of the full sequence, [b, s].
     """
     size, rank = group.size(), group.rank()
     both = gather_from_sequence_parallel_region(torch.stack([key, value], dim=1), group=group)
@@ -42,7 +33,7 @@ def all_gather_attention(
 
 
 def full_key_blocks(length: int, size: int, rank: int) -> list[Block]:
-    """Return the attention blocks of a rank's `length` queries with all `length * size` keys.
+    """Return the attention blocks of a rank's ``length`` queries with all ``length * size`` keys.
 
     Each of the rank's two chunks attends to itself and to everything before it.
     """

@@ -1,7 +1,7 @@
 """Context parallelism by all-to-all: each rank exchanges its positions for the full sequence of some heads.
 
 DeepSpeed-Ulysses, arXiv 2309.14509. A second all-to-all restores the split by positions. The traffic does not grow with
-the number of ranks; this number is limited by the number of key/value heads.
+the number of ranks, which is limited by the number of key/value heads.
 """
 
 from __future__ import annotations
@@ -22,19 +22,9 @@ from core.watch.waiting import waiting
 def all_to_all_attention(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, documents: Tensor | None
 ) -> Tensor:
-    """Compute attention over the full sequence for this rank's share of the heads.
+    """Compute attention over the full sequence for this rank's share of the heads. Collective in forward and backward.
 
-    Collective over the group, in forward and backward.
-
-    Args:
-        query: [s / cp, b, heads, d].
-        key: [s / cp, b, groups, d].
-        value: [s / cp, b, groups, d].
-        group: Context-parallel group.
-        documents: [b, s], document numbers of the full sequence, or None.
-
-    Returns:
-        [s / cp, b, heads, d].
+    Shapes are as in :func:`all_gather_attention`.
     """
     size = group.size()
     heads, groups = query.shape[2], key.shape[2]
@@ -61,9 +51,9 @@ def check_heads(heads: int, groups: int, cp: int) -> None:
     """Check that one tensor-parallel rank's heads divide over context parallelism.
 
     Args:
-        heads: Query heads of one tensor-parallel rank.
-        groups: Key/value heads of one tensor-parallel rank.
-        cp: Context-parallel size.
+        heads (int): Query heads of one tensor-parallel rank.
+        groups (int): Key/value heads of one tensor-parallel rank.
+        cp (int): Context-parallel size.
 
     Raises:
         ValueError: If they do not divide. The message has the arithmetic and the valid sizes.
@@ -80,12 +70,7 @@ def check_heads(heads: int, groups: int, cp: int) -> None:
 
 
 def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part r to rank r, and replace it by the part received from rank r. Collective over the group.
-
-    Args:
-        parts: [ranks, ...].
-        group: Process group.
-    """
+    """Exchange ``parts``, [ranks, ...]: send part r to rank r, and receive its part for this rank. Collective."""
     exchanged: Tensor = _Exchange.apply(parts, group)
     return exchanged
 

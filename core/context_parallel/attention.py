@@ -24,11 +24,11 @@ COMM_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, Tenso
 def context_parallel_group(
     config: ModelParallelConfig, pg_collection: ProcessGroups | None
 ) -> dist.ProcessGroup | None:
-    """Return the context-parallel group, or None if there is one rank.
+    """Return the context-parallel group, or ``None`` if there is only one rank.
 
     Args:
-        config: Configuration whose `context_parallel_size` the group must have.
-        pg_collection: Process groups. Defaults to those of `parallel_state`.
+        config (ModelParallelConfig): Configuration whose ``context_parallel_size`` the group must have.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``.
 
     Raises:
         ValueError: If the config was created for a different context-parallel size.
@@ -51,23 +51,25 @@ def context_parallel_attention(
     comm_type: str,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention of this rank's queries to the keys of the full sequence.
+    """Compute causal attention between this rank's queries and the keys of the full sequence.
 
-    Collective over `group`, in forward and backward. The gradients of keys and values include the queries of all ranks.
+    This is a collective over ``group``, in forward and backward. The gradients of keys and values include the queries
+    of all ranks.
 
     Args:
-        query: [s / cp, b, heads, d], split like `split_sequence` does.
+        query: [s / cp, b, heads, d], split like ``split_sequence`` does.
         key: [s / cp, b, groups, d], split the same way.
         value: [s / cp, b, groups, d], split the same way.
         group: Context-parallel group.
-        comm_type: 'p2p', 'all_gather' or 'a2a'.
-        documents: [b, s], document numbers of the full sequence, on every rank. A token sees its own document only.
+        comm_type: 'p2p' passes keys and values around a ring, 'all_gather' gathers them, and 'a2a' exchanges positions
+            for heads.
+        documents: [b, s], document numbers of the full sequence, on every rank. A token only sees its own document.
 
     Returns:
-        [s / cp, b, heads, d].
+        Tensor of shape [s / cp, b, heads, d].
 
     Raises:
-        ValueError: If `comm_type` is unknown.
+        ValueError: If ``comm_type`` is unknown.
     """
     if comm_type not in COMM_TYPES:
         raise ValueError(f"cp_comm_type is {comm_type!r}, expected one of {tuple(COMM_TYPES)}")

@@ -1,8 +1,8 @@
-"""Attention of a block of queries to a block of keys, and the exact sum of blocks (online softmax).
+"""Attention between a block of queries and a block of keys, and the exact sum of blocks (online softmax).
 
 The output of attention over several blocks of keys is a weighted sum of the blocks' outputs. The weight of a block is
-its share of the softmax denominator. So a block returns its output and the logarithm of its denominator, `lse`. In
-backward, the final output and `lse` make a block's gradients equal to its part of the full attention's gradients
+its share of the softmax denominator. So a block returns its output and the logarithm of its denominator, ``lse``. In
+backward, the final output and ``lse`` make a block's gradients equal to its part of the full attention's gradients
 (FlashAttention-2, arXiv 2307.08691, section 3.1; ring attention, arXiv 2310.01889).
 
 Shapes: queries [b, heads, s, d], keys and values [b, groups, t, d] with groups that divide heads, lse [b, heads, s]. A
@@ -31,7 +31,7 @@ TILE_ROWS = 512
 class Block:
     """Pairs of queries and keys, each given as a slice of positions.
 
-    If `causal` is True, both slices are the same positions, and a query sees its own and earlier keys. Otherwise all
+    If ``causal`` is True, both slices are the same positions, and a query sees its own and earlier keys. Otherwise all
     keys come before the queries.
     """
 
@@ -40,7 +40,7 @@ class Block:
     causal: bool = False
 
     def tiles(self, rows: int) -> Iterator[Block]:
-        """Yield the same pairs as blocks of at most `rows` queries; for each query the causal block comes first."""
+        """Yield the same pairs as blocks of at most ``rows`` queries. For each query the causal block comes first."""
         keys_ahead = self.keys.start - self.queries.start
         for first in range(self.queries.start, self.queries.stop, rows):
             queries = slice(first, min(first + rows, self.queries.stop))
@@ -56,15 +56,15 @@ class Block:
 class Sight:
     """Mask and score cap of an attention, in addition to the causality of its blocks.
 
+    The tensors cover all queries and keys, and a block selects its slices.
+
     Attributes:
-        documents: Document numbers of the queries [b, s] and of the keys [b, t]. A query sees keys of its own document
-            only.
+        documents: Document numbers of the queries [b, s] and of the keys [b, t]. A query only sees keys of its own
+            document.
         places: Positions in the full sequence, [s] and [t], on the CPU.
-        window: A query sees the last `window` positions, including its own. Needs `places`.
+        window: A query sees the last ``window`` positions, including its own. Needs ``places``.
         pairs: [b, 1 or heads, s, t], True if a query sees a key.
         cap: Scores become cap * tanh(score / cap).
-
-    The tensors cover all queries and keys; a block selects its slices.
     """
 
     documents: tuple[Tensor, Tensor] | None = None
@@ -74,14 +74,16 @@ class Sight:
     cap: float | None = None
 
     def misses(self, block: Block) -> bool:
-        """True if all keys of a block are before the windows of all its queries."""
+        """Return ``True`` if all keys of a block are before the windows of all its queries."""
         if self.window is None or self.places is None:
             return False
         queries, keys = self.places[0][block.queries], self.places[1][block.keys]
         return bool(keys.max() <= queries.min() - self.window)
 
     def visible(self, block: Block, device: torch.device) -> Tensor | None:
-        """Return the mask [b or 1, 1 or heads, s, t] of a block, True if a query may see a key; None without a mask."""
+        """Return the mask [b or 1, 1 or heads, s, t] of a block, True if a query may see a key, or ``None`` without a
+        mask.
+        """
         found = None if self.pairs is None else self.pairs[:, :, block.queries, block.keys]
         if self.documents is not None:
             mine, theirs = self.documents[0][:, block.queries, None], self.documents[1][:, None, block.keys]
@@ -93,7 +95,7 @@ class Sight:
         return found
 
     def kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
-        """Return the fused kernel for these tensors, or None if scores must be materialized (any mask or cap)."""
+        """Return the fused kernel for these tensors, or ``None`` if scores must be materialized (any mask or cap)."""
         parts = (self.documents, self.window, self.pairs, self.cap)
         return kernel_for(query, key, value) if all(part is None for part in parts) else None
 
@@ -101,7 +103,7 @@ class Sight:
 class Accumulator:
     """Running sum of attention over blocks of keys.
 
-    The first block must let every query see at least one key. `output` [b, heads, s, d] and `lse` [b, heads, s] are
+    The first block must let every query see at least one key. ``output`` [b, heads, s, d] and ``lse`` [b, heads, s] are
     fp32 for 16-bit inputs, else in the input's dtype.
     """
 
@@ -111,15 +113,7 @@ class Accumulator:
         self.lse = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> None:
-        """Add a block's attention.
-
-        Args:
-            block: Pairs to add.
-            query: All queries.
-            key: All keys.
-            value: All values.
-            sight: Mask and cap of all pairs. The block's slices select from it and from the tensors.
-        """
+        """Add the attention of a block, whose slices select from all queries, keys, values and ``sight``."""
         kernel = sight.kernel(query, key, value)
         for tile in _tiles(block, sight, kernel):
             part = query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys]
@@ -152,18 +146,9 @@ def add_gradients(
     lse: Tensor,
     sight: Sight,
 ) -> None:
-    """Add a block's gradients of queries, keys and values to `totals`.
+    """Add a block's gradients of queries, keys and values to ``totals`` in place.
 
-    Args:
-        totals: Gradients of queries, keys and values, updated in place.
-        block: Pairs to add.
-        grad: Gradient of the final output.
-        query: All queries.
-        key: All keys.
-        value: All values.
-        output: Final output of the attention.
-        lse: Final logarithm of the denominators.
-        sight: Mask and cap of all pairs.
+    ``grad``, ``output`` and ``lse`` belong to the full attention. The block's slices select from all tensors.
     """
     kernel = sight.kernel(query, key, value)
     for tile in _tiles(block, sight, kernel):
@@ -183,14 +168,7 @@ def add_gradients(
 
 
 def sink_gradients(grad: Tensor, output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradients [heads] of sinks.
-
-    Args:
-        grad: Gradient of the final output.
-        output: Final output of the attention.
-        lse: Final logarithm of the denominators, including the sinks.
-        sinks: [heads].
-    """
+    """Return the gradients [heads] of sinks, from the final output and its denominators including the sinks."""
     shares = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
     return -(shares * (grad.to(lse.dtype) * output.to(lse.dtype)).sum(dim=-1)).sum(dim=(0, 2)).to(sinks.dtype)
 
@@ -198,17 +176,9 @@ def sink_gradients(grad: Tensor, output: Tensor, lse: Tensor, sinks: Tensor) -> 
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], sight: Sight, sinks: Tensor | None = None
 ) -> Tensor:
-    """Compute attention [b, heads, s, d] as a sum of blocks.
+    """Compute attention [b, heads, s, d] as a sum of blocks, with optional ``sinks`` [heads].
 
-    Memory: the scores of all queries and keys never exist at once, and none are saved for backward.
-
-    Args:
-        query: [b, heads, s, d].
-        key: [b, groups, t, d].
-        value: [b, groups, t, d].
-        blocks: All pairs to compute.
-        sight: Mask and cap.
-        sinks: [heads].
+    To save memory, the scores of all queries and keys never exist at once, and none are saved for backward.
     """
     output: Tensor = _BlockAttention.apply(query, key, value, sinks, sight, blocks)
     return output
@@ -262,22 +232,16 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums over blocks: fp64 for fp64, else fp32."""
+    """Return the accumulation dtype over blocks: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def block_forward(
     query: Tensor, key: Tensor, value: Tensor, block: Block, sight: Sight, kernel: Kernel | None
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse of one block. A query that sees no key has output 0 and lse -inf.
+    """Return output and lse of one block's queries, keys and values: 0 and -inf for a query that sees no key.
 
-    Args:
-        query: The block's queries, [b, heads, s, d].
-        key: The block's keys, [b, groups, t, d].
-        value: The block's values, [b, groups, t, d].
-        block: The block, which selects from the mask.
-        sight: Mask and cap of all pairs.
-        kernel: Fused kernel; None to materialize the scores.
+    The block selects from the mask of ``sight``. Without a fused ``kernel`` the scores are materialized.
     """
     if kernel is not None:
         output, lse = kernel.forward(query, key, value, block.causal)
@@ -303,16 +267,8 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of one block's queries, keys and values.
 
-    Args:
-        grad: Gradient of the full attention's output, for this block's queries.
-        query: The block's queries.
-        key: The block's keys.
-        value: The block's values.
-        output: Output of the full attention, for this block's queries.
-        lse: lse of the full attention, for this block's queries.
-        block: The block, which selects from the mask.
-        sight: Mask and cap of all pairs.
-        kernel: Fused kernel; None to materialize the scores.
+    ``grad``, ``output`` and ``lse`` belong to the full attention, for this block's queries. Without a fused ``kernel``
+    the scores are materialized.
     """
     if kernel is not None:
         return kernel.backward(grad.to(query.dtype), query, key, value, output.to(query.dtype), lse, block.causal)
@@ -337,7 +293,7 @@ def block_backward(
 
 
 def _scores(query: Tensor, key: Tensor, block: Block, sight: Sight) -> Tensor:
-    """Return scaled and capped scores [b, heads, s, t] in the dtype of sums, -inf for masked pairs."""
+    """Return scaled and capped scores [b, heads, s, t] in the accumulation dtype, -inf for masked pairs."""
     dtype, groups = accumulate_dtype(query.dtype), key.shape[1]
     scaled = rearrange(query.to(dtype), "b (g r) s d -> b g (r s) d", g=groups) * query.shape[-1] ** -0.5
     scores = rearrange(scaled @ key.to(dtype).mT, "b g (r s) t -> b (g r) s t", s=query.shape[2])

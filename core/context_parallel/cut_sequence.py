@@ -25,9 +25,7 @@ Map = Callable[[Tensor], Tensor]
 class CutSequence:
     """Split of a sequence over a group.
 
-    Args:
-        group: Process group.
-        in_halves: True if a rank has a chunk of the head and a chunk of the tail.
+    ``in_halves`` gives each rank one chunk from the head and one from the tail.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, in_halves: bool) -> None:
@@ -40,31 +38,25 @@ class CutSequence:
         return rank_order(positions, 0, self.size) if self.in_halves else positions
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a tensor.
-
-        Args:
-            whole: Tensor with the full sequence.
-            dim: Dimension of the sequence.
-        """
+        """Return this rank's part of a tensor along its sequence dimension ``dim``."""
         return whole.index_select(dim, self._order(whole.shape[dim], whole.device).chunk(self.size)[self.rank])
 
     def join(self, part: Tensor, dim: int) -> Tensor:
-        """All-gather the ranks' parts to the full sequence, without gradients. Collective over the group.
-
-        Args:
-            part: This rank's part.
-            dim: Dimension of the sequence.
+        """All-gather the ranks' parts to the full sequence along ``dim``, without gradients. Collective over the
+        group.
         """
         joined = gather_first(part.transpose(0, dim).contiguous(), self.group)
         return joined.index_select(0, self._order(len(joined), part.device).argsort()).transpose(0, dim).contiguous()
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Apply `part` to [..., s, h] and average the gathered gradient: Note [Gradients of a part of the sequence]."""
+        """Apply ``part`` to [..., s, h] and average the gathered gradient: Note [Gradients of a part of the
+        sequence].
+        """
         part: Tensor = _LinearMap.apply(whole, partial(self.part, dim=-2), lambda grad: self.join(grad, -2) / self.size)
         return part
 
     def whole(self, part: Tensor) -> Tensor:
-        """Apply `join` to [..., s, h], and scale this rank's gradient: Note [Gradients of a part of the sequence]."""
+        """Apply ``join`` to [..., s, h], and scale this rank's gradient: Note [Gradients of a part of the sequence]."""
         joined: Tensor = _LinearMap.apply(
             part, partial(self.join, dim=-2), lambda grad: self.part(grad, -2) * self.size
         )

@@ -29,14 +29,15 @@ class PackedTokens:
 def pack_tokens(
     document_ids: Tensor | None, position_ids: Tensor | None, cp_group: dist.ProcessGroup | None
 ) -> PackedTokens | None:
-    """Build PackedTokens, or return None if both arguments are None.
+    """Build the :class:`PackedTokens` of a microbatch, or return ``None`` if both tensors are ``None``.
 
-    Collective over the group if `document_ids` is given.
+    This is a collective over the group if ``document_ids`` is given, because attention needs the full sequence's
+    numbers.
 
     Args:
-        document_ids: [b, s / cp], this rank's part.
-        position_ids: [b, s / cp], this rank's part.
-        cp_group: Context-parallel group.
+        document_ids (Tensor): [b, s / cp], this rank's part.
+        position_ids (Tensor): [b, s / cp], this rank's part.
+        cp_group (ProcessGroup): Context-parallel group.
     """
     if document_ids is None:
         return None if position_ids is None else PackedTokens(positions=position_ids)
@@ -51,16 +52,16 @@ def pack_tokens(
 
 
 def documents_from_ends(ends: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Build document_ids and position_ids [1, length] of a packed row.
+    """Build document_ids and position_ids, [1, length], of a packed row.
 
     Tokens after the last end are padding and form a separate document.
 
     Args:
-        ends: Cumulative document lengths, from 0: 0, 3, 7 for two documents.
-        length: Tokens of the row.
+        ends (Tensor): Cumulative document lengths, starting at 0, such as [0, 3, 7] for two documents.
+        length (int): Number of tokens in the row.
 
     Raises:
-        ValueError: If `ends` does not start at 0, decreases, or exceeds `length`.
+        ValueError: If ``ends`` does not start at 0, decreases, or exceeds ``length``.
     """
     if int(ends[0]) != 0 or int(ends[-1]) > length or bool((ends.diff() < 0).any()):
         raise ValueError(f"{ends.tolist()} for {length} tokens; ends go up from 0 to at most their number")

@@ -1,6 +1,6 @@
 """Fused attention kernels that also return lse: torch's on a CPU, and FlashAttention on a GPU.
 
-`scaled_dot_product_attention` does not return lse, so blocks call the underlying operators, like torch's own ring
+``scaled_dot_product_attention`` does not return lse, so blocks call the underlying operators, like torch's own ring
 attention. Shapes are documented in blocks.py. No scores are materialized or saved.
 """
 
@@ -20,9 +20,10 @@ class Kernel(NamedTuple):
     """Fused attention without a mask, or causal.
 
     Attributes:
-        forward: (query, key, value, causal) -> the output, in the queries' dtype, and lse.
-        backward: (grad, query, key, value, output, lse, causal) -> gradients of queries, keys and values. `grad`,
-            `output` and `lse` belong to the full attention, for these queries; the first two have the queries' dtype.
+        forward: (query, key, value, causal) -> output in the queries' dtype, and lse.
+        backward: (grad, query, key, value, output, lse, causal) -> gradients of queries, keys and values. ``grad``,
+            ``output`` and ``lse`` belong to the full attention, for these queries; the first two have the queries'
+            dtype.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -30,7 +31,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
-    """Return the kernel for these tensors on their device, or None if scores must be materialized."""
+    """Return the kernel for these tensors on their device, or ``None`` if scores must be materialized."""
     if query.device.type == "cpu":
         return ON_CPU
     if query.device.type != "cuda" or query.shape[-1] % FLASH_WIDTH:

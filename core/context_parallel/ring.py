@@ -24,7 +24,7 @@ from core.watch.waiting import waiting
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Changes of a model's scores, in addition to the causal mask.
+    """Changes to a model's scores, in addition to the causal mask.
 
     Attributes:
         window: Number of keys that a query sees, including itself.
@@ -44,21 +44,10 @@ def ring_attention(
     scores: Scores = Scores(),
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention by passing keys and values around a ring.
+    """Compute attention by passing keys and values around a ring. Collective over the group, in forward and backward.
 
-    Collective over the group, in forward and backward.
-
-    Args:
-        query: [s / cp, b, heads, d].
-        key: [s / cp, b, groups, d].
-        value: [s / cp, b, groups, d].
-        group: Context-parallel group.
-        documents: [b, s], document numbers of the full sequence, or None.
-        scores: Window and cap.
-        sinks: [heads], an additional score in each query's denominator. Its gradient covers this rank's queries only.
-
-    Returns:
-        [s / cp, b, heads, d].
+    Shapes are as in :func:`all_gather_attention`. ``sinks`` [heads] are an additional score in each query's
+    denominator, and their gradient covers only this rank's queries.
     """
     query, key, value = (rearrange(part, "s b n d -> b n s d") for part in (query, key, value))
     output: Tensor = _RingAttention.apply(query, key, value, sinks, documents, scores, group)
@@ -66,13 +55,7 @@ def ring_attention(
 
 
 def ring_block(length: int, rank: int, source: int) -> Block:
-    """Return the block that `rank` computes with the keys of `source`.
-
-    Args:
-        length: Positions of each rank, with the head chunk first.
-        rank: Rank with the queries.
-        source: Rank with the keys.
-    """
+    """Return the block that ``rank`` computes with the keys of ``source``, at ``length`` positions per rank."""
     everything, half = slice(0, length), length // 2
     if source == rank:
         return Block(everything, everything, causal=True)
@@ -145,15 +128,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_sight(documents: Tensor | None, scores: Scores, length: int, group: dist.ProcessGroup, source: int) -> Sight:
-    """Return the mask between this rank's queries and another rank's keys.
-
-    Args:
-        documents: [b, s], document numbers of the full sequence, or None.
-        scores: Window and cap.
-        length: Positions of each rank.
-        group: Context-parallel group.
-        source: Rank with the keys.
-    """
+    """Return the mask between this rank's queries and the keys of rank ``source``, with ``length`` positions each."""
     ranks = (group.rank(), source)
     parts = None if documents is None else [split_sequence(documents, 1, group.size(), rank) for rank in ranks]
     places = None if scores.window is None else [positions_on_rank(length, group.size(), rank) for rank in ranks]
@@ -167,7 +142,7 @@ def ring_sight(documents: Tensor | None, scores: Scores, length: int, group: dis
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """A tensor in transit around the ring. Keeps the sent tensor alive until the send has completed."""
+    """Tensor in transit around the ring. Keeps the sent tensor alive until the send has completed."""
 
     works: list[dist.Work]
     sent: Tensor
@@ -184,14 +159,7 @@ class Passing:
 def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Passing:
     """Send a tensor to the next rank of the group and receive one from the previous rank.
 
-    Every rank must call it in the same order.
-
-    Args:
-        tensor: Tensor to send.
-        group: Process group.
-
-    Returns:
-        The transfer; its `wait()` returns the received tensor.
+    Every rank must call it in the same order. The transfer's ``wait()`` returns the received tensor.
     """
     size, rank = group.size(), group.rank()
     received = torch.empty_like(tensor)

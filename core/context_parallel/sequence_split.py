@@ -1,8 +1,8 @@
 """Positions of a sequence on each context-parallel rank.
 
 A causal token attends to all tokens before it, so the last positions cost the most. A sequence is split into 2 * size
-chunks, and rank r gets chunk r from the head and chunk 2 * size - 1 - r from the tail. So every rank computes the same
-number of query/key pairs.
+chunks, and rank r gets chunk r from the head and chunk 2 * size - 1 - r from the tail, so that every rank computes the
+same number of query/key pairs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def check_sequence_length(length: int, cp: int, tp: int = 1, sequence_parallel: 
     """Check that a sequence length divides over the ranks.
 
     Args:
-        length: Tokens of a full sequence.
-        cp: Context-parallel size. Above 1, the sequence is split into 2 * cp chunks.
-        tp: Tensor-parallel size.
-        sequence_parallel: True if each context-parallel rank's part is split again over tp.
+        length (int): Number of tokens in a full sequence.
+        cp (int): Context-parallel size. Above 1, the sequence is split into 2 * cp chunks.
+        tp (int, optional): Tensor-parallel size.
+        sequence_parallel (bool, optional): True if each context-parallel rank's part is split again over tp.
 
     Raises:
         ValueError: If it does not divide. The message has the arithmetic and the nearest valid lengths.
@@ -48,14 +48,17 @@ def check_sequence_length(length: int, cp: int, tp: int = 1, sequence_parallel: 
 def split_sequence(whole: Tensor, dim: int, cp: int, rank: int) -> Tensor:
     """Return the head and tail chunk of one context-parallel rank.
 
+    Causal attention costs more for later positions, so each rank gets one chunk from each end. With cp = 2, rank 0 gets
+    chunks 0 and 3, and rank 1 gets chunks 1 and 2.
+
     Args:
-        whole: [..., s, ...], the full sequence.
-        dim: Dimension of the sequence.
-        cp: Context-parallel size.
-        rank: Context-parallel rank.
+        whole (Tensor): [..., s, ...], the full sequence.
+        dim (int): Dimension of the sequence.
+        cp (int): Context-parallel size.
+        rank (int): Context-parallel rank.
 
     Returns:
-        [..., s / cp, ...]. `whole` itself if cp is 1.
+        Tensor of shape [..., s / cp, ...], or ``whole`` itself if cp is 1.
     """
     if cp == 1:
         return whole
@@ -69,12 +72,12 @@ def split_sequence(whole: Tensor, dim: int, cp: int, rank: int) -> Tensor:
 
 
 def join_sequence(parts: Tensor, dim: int, cp: int) -> Tensor:
-    """Reorder the ranks' parts to the order of positions.
+    """Reorder the ranks' parts to the order of positions. Inverse of the split in ``split_sequence``.
 
     Args:
-        parts: Parts concatenated along `dim`, in rank order.
-        dim: Dimension of the sequence.
-        cp: Context-parallel size.
+        parts (Tensor): Parts concatenated along ``dim``, in rank order.
+        dim (int): Dimension of the sequence.
+        cp (int): Context-parallel size.
     """
     if cp == 1:
         return parts
@@ -83,16 +86,7 @@ def join_sequence(parts: Tensor, dim: int, cp: int) -> Tensor:
 
 
 def rank_order(whole: Tensor, dim: int, cp: int) -> Tensor:
-    """Reorder a sequence to the ranks' parts. The inverse of `join_sequence`.
-
-    Args:
-        whole: The full sequence.
-        dim: Dimension of the sequence.
-        cp: Context-parallel size.
-
-    Returns:
-        The parts concatenated along `dim`, in rank order.
-    """
+    """Reorder a sequence to the ranks' parts, concatenated along ``dim``. The inverse of ``join_sequence``."""
     if cp == 1:
         return whole
     chunks = whole.chunk(2 * cp, dim)
@@ -103,10 +97,10 @@ def positions_on_rank(length: int, cp: int, rank: int, device: torch.device | st
     """Return the positions [length], in the full sequence, of the tokens on one context-parallel rank.
 
     Args:
-        length: Tokens of the rank.
-        cp: Context-parallel size.
-        rank: Context-parallel rank.
-        device: Device of the result.
+        length (int): Number of tokens on the rank.
+        cp (int): Context-parallel size.
+        rank (int): Context-parallel rank.
+        device (torch.device | str, optional): Device of the result.
     """
     return split_sequence(torch.arange(length * cp, device=device), 0, cp, rank)
 
@@ -120,14 +114,16 @@ def get_batch_on_this_cp_rank(
 ) -> dict[str, Tensor | None]:
     """Select this context-parallel rank's positions of a batch.
 
-    Labels must be shifted before the split, so that the label of a chunk's last token is the following token.
+    Shift labels before calling it, so that the label of a chunk's last token is the token that follows it.
+
+        batch = get_batch_on_this_cp_rank({"tokens": tokens, "labels": labels})
 
     Args:
-        batch: Tensors [b, s] or [b, s, ...], the same on all ranks of the group: 'tokens', 'labels', 'loss_mask',
-            'position_ids', 'document_ids', ...
-        cp_group: Context-parallel group. Defaults to the group of `parallel_state`.
-        tp: Tensor-parallel size, so that an invalid length is rejected here already.
-        sequence_parallel: True if the model splits a rank's part again over tp.
+        batch (Mapping[str, Tensor | None]): Tensors [b, s] or [b, s, ...], the same on all ranks of the group:
+            'tokens', 'labels', 'loss_mask', 'position_ids', 'document_ids', ...
+        cp_group (ProcessGroup, optional): Context-parallel group. Defaults to the group of ``parallel_state``.
+        tp (int, optional): Tensor-parallel size, so that an invalid length is already rejected here.
+        sequence_parallel (bool, optional): True if the model splits a rank's part again over tp.
 
     Returns:
         The same entries, each [b, s / cp, ...].

@@ -1,8 +1,8 @@
-"""Gradient accumulation: an optimizer, loader, handlers and scheduler that act once per `accumulate_size` microbatches.
+"""Gradient accumulation: an optimizer, loader, handlers and scheduler that act once per cycle of microbatches.
 
-The four wrappers share one `Accumulation` with the position in the cycle, which only backward passes advance. A skipped
-batch changes nothing, and a second backward on the same batch belongs to the same microbatch. So the wrappers always
-agree on when a step is due.
+The four wrappers share one ``Accumulation`` with the position in the cycle, which only backward passes advance. A
+skipped batch changes nothing, and a second backward on the same batch belongs to the same microbatch. So the wrappers
+always agree on when a step is due.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def accumulate_gradient(
 ) -> tuple[
     GradAccumOptimizer, GradAccumDataloader, list[GradAccumGradientHandler] | None, GradAccumLrSchedulerByStep | None
 ]:
-    """Wrap the objects of a training loop to accumulate over `accumulate_size` microbatches. The loop is unchanged.
+    """Wrap the objects of a training loop to accumulate over ``accumulate_size`` microbatches. The loop is unchanged.
+
+    Use it to train with a larger batch than fits into memory. Gradients are reduced once per cycle instead of once per
+    microbatch.
 
         optimizer, loader, _, scheduler = accumulate_gradient(
             model, optimizer, loader, 4, lr_scheduler=scheduler
@@ -53,20 +56,20 @@ def accumulate_gradient(
             scheduler.step()
 
     Args:
-        model: A plain module, or one in torch's or core's DistributedDataParallel, which then reduces once per cycle.
-            It is not wrapped.
-        optimizer: See `GradAccumOptimizer`.
-        dataloader: Iterable of microbatches.
-        accumulate_size: Microbatches per step.
-        gradient_handlers: List of handlers, or None.
-        lr_scheduler: A torch scheduler, or None.
+        model (Module): A plain module, or one in torch's or core's DistributedDataParallel, which then reduces once per
+            cycle. It is not wrapped.
+        optimizer (Optimizer): See ``GradAccumOptimizer``.
+        dataloader (Iterable[Any]): Iterable of microbatches.
+        accumulate_size (int): Number of microbatches per step.
+        gradient_handlers (Sequence[BaseGradientHandler], optional): List of handlers.
+        lr_scheduler (LRScheduler, optional): A torch scheduler.
 
     Returns:
-        (optimizer, dataloader, gradient_handlers, lr_scheduler); None for those not passed.
+        The wrapped (optimizer, dataloader, gradient_handlers, lr_scheduler). ``None`` stays ``None``.
 
     Raises:
         ValueError: If the size is below 1.
-        TypeError: If the size is not an integer, or `gradient_handlers` is not a list of handlers.
+        TypeError: If the size is not an integer, or ``gradient_handlers`` is not a list of handlers.
     """
     state = Accumulation(accumulate_size)
     handlers = None
@@ -100,9 +103,9 @@ class GradAccumDataloader(StandIn):
     Iterators are independent of each other.
 
     Args:
-        dataloader: Iterable of microbatches.
-        accumulate_size: Microbatches per step.
-        state: State shared with the other wrappers.
+        dataloader (Iterable[Any]): Iterable of microbatches.
+        accumulate_size (int): Number of microbatches per step.
+        state (Accumulation, optional): State shared with the other wrappers.
     """
 
     _inner = "dataloader"
@@ -157,14 +160,14 @@ class GradAccumDataloader(StandIn):
 
 
 class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
-    """LR scheduler wrapper that steps once per parameter update, independent of the number and time of its calls.
+    """LR scheduler wrapper that steps once per parameter update, regardless of how often and when it is called.
 
     Args:
-        lr_scheduler: A torch scheduler.
-        accumulate_size: Microbatches per step.
-        state: State shared with the other wrappers. Without it, the wrapper steps on every `accumulate_size`-th call,
-            unless the scheduler's optimizer has `step_was_skipped` set (after an overflow; all optimizers of this
-            package set it).
+        lr_scheduler (LRScheduler): A torch scheduler.
+        accumulate_size (int): Number of microbatches per step.
+        state (Accumulation, optional): State shared with the other wrappers. Without it, the wrapper steps on every
+            ``accumulate_size``-th call, unless the scheduler's optimizer has ``step_was_skipped`` set (after an
+            overflow; all optimizers of this package set it).
     """
 
     _inner = "lr_scheduler"
@@ -179,8 +182,8 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
         """Return the number of updates per epoch, the unit of a schedule's total steps.
 
         Args:
-            dataloader: Loader of microbatches, with a length.
-            accumulate_size: Microbatches per step.
+            dataloader (DataLoader): Loader of microbatches, with a length.
+            accumulate_size (int): Number of microbatches per step.
         """
         return len(dataloader) // checked_size(accumulate_size)
 
@@ -210,7 +213,7 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
         return {**self.lr_scheduler.state_dict(), **count}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state from `state_dict`, or a state of the inner scheduler only."""
+        """Restore a state from ``state_dict``, or a state of only the inner scheduler."""
         inner = dict(state_dict)
         count = inner.pop("accumulate_step", 0)
         if self.alone:
@@ -219,15 +222,15 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
 
 
 class GradAccumGradientHandler(BaseGradientHandler):
-    """Gradient handler wrapper that runs once per cycle, when a step is due; a second call in a cycle does nothing.
+    """Gradient handler wrapper that runs once per cycle, when a step is due. A second call in a cycle is a no-op.
 
     Args:
         grad_handler: The inner handler.
-        accumulate_size: Microbatches per step.
-        state: State shared with the other wrappers. Without it, the handler runs on every `accumulate_size`-th call.
+        accumulate_size: Number of microbatches per step.
+        state: State shared with the other wrappers. Without it, the handler runs on every ``accumulate_size``-th call.
 
     Raises:
-        TypeError: If `grad_handler` is not a handler, or is wrapped already.
+        TypeError: If ``grad_handler`` is not a handler, or is already wrapped.
     """
 
     def __init__(

@@ -14,10 +14,10 @@ class AccumulationError(RuntimeError):
 
 
 class Accumulation:
-    """Counter of a cycle: accumulating while `count < size`, then due until the optimizer has stepped.
+    """Counter of a cycle: accumulating while ``count < size``, then due until the optimizer has stepped.
 
-    A backward starts a new microbatch if a batch was drawn or `step` was called since the last one. If no batch is ever
-    drawn from our loader, every backward is a microbatch.
+    A backward starts a new microbatch if a batch was drawn or ``step`` was called since the last one. If no batch is
+    ever drawn from the wrapped loader, every backward is a microbatch.
     """
 
     def __init__(self, size: int) -> None:
@@ -45,7 +45,7 @@ class Accumulation:
         return self.count + self.fresh >= self.size
 
     def drew(self) -> None:
-        """Record that a batch was drawn: the next backward starts a microbatch."""
+        """Record that a batch was drawn, so that the next backward starts a microbatch."""
         self.has_loader = True
         self.drawn_ahead += 1
         self.fresh = True
@@ -72,10 +72,8 @@ class Accumulation:
             self.drawn_for_this = 1
 
     def backward_done(self, num_tokens: float | None) -> None:
-        """Record that a backward has accumulated its gradients.
-
-        Args:
-            num_tokens: Tokens of the microbatch, if its loss is a sum over tokens.
+        """Record that a backward has accumulated its gradients, with the microbatch's tokens if its loss is a sum over
+        tokens.
         """
         if self.fresh:
             self.count += 1
@@ -87,21 +85,17 @@ class Accumulation:
         self._changed()
 
     def stepped(self) -> None:
-        """Record a call of `step` with nothing due: the next backward starts a microbatch."""
+        """Record a call of ``step`` with nothing due, so that the next backward starts a microbatch."""
         self.fresh = True
         self._changed()
 
     def updated(self, *, made: bool) -> None:
-        """End the cycle.
-
-        Args:
-            made: True if the optimizer updated the parameters, False if it skipped the step (overflow).
-        """
+        """End the cycle. ``made`` is ``False`` if the optimizer skipped the step (overflow)."""
         self.schedule_due = self.schedule_due or made
         self.begin()
 
     def counted_call(self) -> bool:
-        """Count a call of a wrapper without an optimizer; return True for every `size`-th call."""
+        """Count a call of a wrapper without an optimizer, and return ``True`` for every ``size``-th call."""
         self.count = (self.count + 1) % self.size
         return self.count == 0
 
@@ -112,7 +106,7 @@ class Accumulation:
         self._changed()
 
     def finalize(self) -> None:
-        """Let the optimizer reduce gradients that our wrapper has left to it."""
+        """Let the optimizer reduce gradients that core's wrapper has left to it."""
         if (optimizer := self.optimizer()) is not None:
             optimizer.finalize()
 
@@ -129,7 +123,7 @@ def _no_optimizer() -> None:
 
 
 def checked_size(size: int) -> int:
-    """Return `accumulate_size`; TypeError if it is not an integer, ValueError if it is below 1."""
+    """Return ``accumulate_size``. Raises TypeError if it is not an integer, and ValueError if it is below 1."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"accumulate_size is {size!r}; it must be an integer")
     if size < 1:
@@ -138,15 +132,7 @@ def checked_size(size: int) -> int:
 
 
 def shared_state(state: Accumulation | None, size: int) -> Accumulation:
-    """Return the state shared with other wrappers, or a new one.
-
-    Args:
-        state: Shared state, or None.
-        size: Microbatches per step.
-
-    Raises:
-        ValueError: If the sizes differ.
-    """
+    """Return the state shared with other wrappers, or a new one. Raises ValueError if the sizes differ."""
     if state is None:
         return Accumulation(size)
     if state.size != checked_size(size):
@@ -155,7 +141,7 @@ def shared_state(state: Accumulation | None, size: int) -> Accumulation:
 
 
 class StandIn:
-    """Proxy for another object: attributes not defined here are read from it."""
+    """Proxy for another object. Attributes not defined here are read from it."""
 
     _inner: str  # name of the attribute with the other object
 

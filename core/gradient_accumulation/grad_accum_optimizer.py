@@ -28,18 +28,18 @@ TorchDDP = nn.parallel.DistributedDataParallel
 class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
     """Optimizer wrapper for gradient accumulation.
 
-    Each loss is scaled by 1 / `accumulate_size`; `step`, `zero_grad` and clipping do nothing until a step is due.
+    Each loss is scaled by 1 / ``accumulate_size``. ``step``, ``zero_grad`` and clipping do nothing until a step is due.
 
     Args:
-        optim: A torch optimizer, one from `get_megatron_optimizer`, or one with ColossalAI's `backward` and
-            `clip_grad_by_norm`.
-        accumulate_size: Microbatches per step.
-        model: Its wrappers (torch's and core's DistributedDataParallel) stay under no_sync, including the forward, for
-            all microbatches but the last. core's wrapper is finalized at the end of the cycle unless the loop has done
-            so.
-        state: State shared with the other wrappers.
-        data_group: Returns the group over which tokens are summed. Defaults to the group of torch's
-            DistributedDataParallel, else this rank only.
+        optim (Optimizer): A torch optimizer, one from ``get_megatron_optimizer``, or one with ColossalAI's ``backward``
+            and ``clip_grad_by_norm``.
+        accumulate_size (int): Number of microbatches per step.
+        model (Module, optional): Its wrappers (torch's and core's DistributedDataParallel) stay under no_sync,
+            including the forward, for all microbatches except the last. core's wrapper is finalized at the end of the
+            cycle unless the loop has done so.
+        state (Accumulation, optional): State shared with the other wrappers.
+        data_group (Callable[[], ProcessGroup], optional): Returns the group over which tokens are summed. Defaults to
+            the group of torch's DistributedDataParallel, else only this rank.
     """
 
     _inner = "optim"
@@ -69,26 +69,27 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
 
     @property
     def accumulate_size(self) -> int:
-        """Microbatches per step."""
+        """Number of microbatches per step."""
         return self.accumulation.size
 
     @property
     def accumulate_step(self) -> int:
-        """Microbatches accumulated in this cycle."""
+        """Number of microbatches accumulated in this cycle."""
         return self.accumulation.count
 
     @property
     def is_due(self) -> bool:
-        """True if the next `step` updates the parameters."""
+        """True if the next ``step`` updates the parameters."""
         return self.accumulation.is_due
 
     def backward(self, loss: torch.Tensor, num_tokens: float | torch.Tensor | None = None) -> None:
         """Accumulate the gradient of loss / accumulate_size.
 
         Args:
-            loss: Mean over the microbatch, or a sum over tokens if `num_tokens` is given.
-            num_tokens: Tokens of the microbatch. The loss is then not scaled. At the end of the cycle gradients are
-                divided by the tokens of the entire cycle and data group, so microbatches may differ in size.
+            loss (Tensor): Mean over the microbatch, or a sum over tokens if ``num_tokens`` is given.
+            num_tokens (float | Tensor, optional): Number of tokens in the microbatch. The loss is then not scaled. At
+                the end of the cycle gradients are divided by the tokens of the entire cycle and data group, so
+                microbatches may differ in size.
         """
         tokens = self._begin(num_tokens)
         scaled = loss / self.accumulation.size if tokens is None else loss
@@ -103,12 +104,12 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, num_tokens: float | torch.Tensor | None = None
     ) -> None:
-        """Run backward from a gradient of the next pipeline stage or another source, whose loss is scaled already.
+        """Run backward from a gradient of the next pipeline stage or another source, whose loss is already scaled.
 
         Args:
-            tensor: Output to differentiate.
-            grad: Its gradient.
-            num_tokens: Tokens of the microbatch, as in `backward`.
+            tensor (Tensor): Output to differentiate.
+            grad (Tensor): Gradient of the output.
+            num_tokens (float | Tensor, optional): Number of tokens in the microbatch, as in ``backward``.
         """
         tokens = self._begin(num_tokens)
         if hasattr(self.optim, "backward_by_grad"):
@@ -119,7 +120,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         self.accumulation.backward_done(tokens)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step the inner optimizer if a step is due, and return its result; else return None."""
+        """Step the inner optimizer if a step is due, and return its result. Otherwise return ``None``."""
         if not self.accumulation.is_due:
             self.accumulation.stepped()
             return None
@@ -132,7 +133,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero gradients at the beginning of a cycle; do nothing later in a cycle."""
+        """Zero gradients at the beginning of a cycle. No-op later in a cycle."""
         if self.accumulation.count == 0:
             self.optim.zero_grad(*args, **kwargs)
 
@@ -148,12 +149,12 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         """Clip the full gradient once, if a step is due.
 
         Args:
-            model: Model whose gradients are clipped. None for all parameters of the optimizer.
-            max_norm: Maximum norm; 0 or less disables clipping.
-            norm_type: Order of the norm.
+            model (Module): Model whose gradients are clipped. ``None`` for all parameters of the optimizer.
+            max_norm (float): Maximum norm. 0 or less disables clipping.
+            norm_type (float, optional): Order of the norm.
 
         Returns:
-            The norm before clipping, or None if no step is due.
+            The norm before clipping, or ``None`` if no step is due.
 
         Raises:
             ValueError: If only the optimizer can compute the norm.
@@ -171,7 +172,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         return self._norm
 
     def clip_grad_by_norm(self, max_norm: float) -> Any:
-        """Call `clip_grad_norm` on the model, under ColossalAI's name."""
+        """Call ``clip_grad_norm`` on the model, under ColossalAI's name."""
         return self.clip_grad_norm(self.model, max_norm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,12 +206,12 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state from `state_dict`, also mid-cycle, or a state of the inner optimizer only.
+        """Restore a state from ``state_dict``, also mid-cycle, or a state of only the inner optimizer.
 
         Each rank loads its own state.
 
         Raises:
-            ValueError: If the size or the parameters differ. Nothing is changed then.
+            ValueError: If the size or the parameters differ. Nothing is changed in this case.
         """
         inner = dict(state_dict)
         saved = inner.pop("accumulation", None) or {"count": 0, "gradients": {}, "size": self.accumulation.size}
@@ -253,7 +254,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
     # -- the boundary -----------------------------------------------------------------------------------------------
 
     def hold_reductions(self) -> None:
-        """Reduce in the last microbatch only. torch's wrapper decides in forward, so this must be set before it."""
+        """Reduce only in the last microbatch. torch's wrapper decides in forward, so this must be set before it."""
         if self.accumulation.is_last:
             self._no_sync.close()
             self._held = False

@@ -1,4 +1,4 @@
-"""Gradient handlers: reductions selected by name, called by a loop between backward and the optimizer's step."""
+"""Gradient handlers: reductions selected by name, which a loop calls between backward and the optimizer's step."""
 
 from core.gradient_handler.base import BaseGradientHandler
 from core.gradient_handler.handlers import (

@@ -9,11 +9,16 @@ from torch import nn
 
 
 class BaseGradientHandler(ABC):
-    """Reduction of a model's gradients before the optimizer's step. Subclass it for a custom reduction.
+    """Base class of reductions that run before the optimizer's step. Subclass it for a custom reduction.
+
+        class HalveGradients(BaseGradientHandler):
+            def handle_gradient(self):
+                for param in self._model.parameters():
+                    param.grad.mul_(0.5)
 
     Args:
-        model: Model with the gradients.
-        optimizer: Optimizer of the parameters.
+        model (Module): Model with the gradients.
+        optimizer (Optimizer): Optimizer of the parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -22,4 +27,4 @@ class BaseGradientHandler(ABC):
 
     @abstractmethod
     def handle_gradient(self) -> None:
-        """Reduce the gradients in place. Collective: every rank of the groups involved must call it."""
+        """Reduce the gradients in place. Every rank of the groups involved must call it."""

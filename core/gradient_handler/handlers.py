@@ -1,11 +1,11 @@
 """Gradient handlers that reduce over process groups.
 
-Groups default to those of `parallel_state`. `bucket_cap_mb` limits the MiB per collective (a larger tensor is sent
-alone). `deterministic` sums in rank order, like the engine's deterministic_reduction.
+Groups default to those of ``parallel_state``. ``bucket_cap_mb`` limits the MiB per collective (a larger tensor is sent
+separately). ``deterministic`` sums in rank order, like the engine's deterministic_reduction.
 
 Handlers that average over data ranks skip parameters that a wrapper reduces. These are determined in every call,
 because a wrapper may have been deleted since the last one. Gradients of torch's DistributedDataParallel are compared
-between ranks, because `no_sync` may have left them local.
+between ranks, because ``no_sync`` may have left them local.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from core.groups.param_attributes import data_group_of
 class GroupGradientHandler(BaseGradientHandler):
     """Base class of handlers that sum loose gradients over groups chosen by a subclass.
 
+    ``traffic`` counts the data sent.
+
     Args:
         model: Model with the gradients.
         optimizer: Optimizer of the parameters.
-        bucket_cap_mb: Maximum MiB per collective; None for no limit.
+        bucket_cap_mb: Maximum MiB per collective. Unlimited by default.
         deterministic: Sum in rank order.
-
-    `traffic` counts the data sent.
     """
 
     same_names = True  # True if the parameters of a group are named alike on all its ranks
@@ -63,7 +63,7 @@ class GroupGradientHandler(BaseGradientHandler):
         return {}
 
     def not_ready(self, wrappers: Mapping[int, Wrapper]) -> Exception | None:
-        """Return an error if this rank cannot reduce now, else None."""
+        """Return an error if this rank cannot reduce now, else ``None``."""
         if [id(param) for param in self._model.parameters()] != self._planned:
             return GradientHandlerError(
                 "the model's parameters are not those of the first call; make a new handler after changing the model"
@@ -71,7 +71,7 @@ class GroupGradientHandler(BaseGradientHandler):
         return None
 
     def handle_gradient(self) -> None:
-        """Reduce the gradients in place. Collective over the handler's groups; does nothing without process groups."""
+        """Reduce the gradients in place. Collective over the handler's groups. No-op without process groups."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         if self._reduction is None:
@@ -91,15 +91,15 @@ class GroupGradientHandler(BaseGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class DataParallelGradientHandler(GroupGradientHandler):
-    """Handler that averages all gradients over the data-parallel ranks (including context-parallel ones).
+    """Averages all gradients over the data-parallel ranks (including context-parallel ones).
 
-    Rejects an expert's parameter (`allreduce=False`) with a ContractError; use MoeGradientHandler for it.
+    It rejects an expert's parameter (``allreduce=False``) with a ContractError; use MoeGradientHandler for it.
 
     Args:
         model: Model with the gradients.
-        optimizer: Optimizer of the parameters.
-        group: Ranks to average over. Defaults to `parallel_state`'s data x context parallel group.
-        options: Further arguments of GroupGradientHandler.
+        optimizer (Optimizer): Optimizer of the parameters.
+        group: Ranks to average over. Defaults to the data x context parallel group of ``parallel_state``.
+        options: Further arguments of GroupGradientHandler: ``bucket_cap_mb`` and ``deterministic``.
     """
 
     def __init__(
@@ -154,27 +154,27 @@ class DataParallelGradientHandler(GroupGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class SequenceParallelGradientHandler(DataParallelGradientHandler):
-    """Handler that averages all gradients over ranks with different samples or different parts of a sequence.
+    """Averages all gradients over ranks with different samples or different parts of a sequence.
 
     Each rank's loss is the mean over its part of the sequence, so the average is the gradient of the global mean.
-    `group` is data x sequence; it defaults to `parallel_state`'s data x context parallel group.
+    ``group`` is data x sequence, and defaults to the data x context parallel group of ``parallel_state``.
     """
 
 
 @GRADIENT_HANDLER.register_module
 class MoeGradientHandler(DataParallelGradientHandler):
-    """Handler that averages dense gradients over data-parallel ranks and sums expert gradients over their replicas.
+    """Averages dense gradients over data-parallel ranks and sums expert gradients over their replicas.
 
-    An expert is marked by `allreduce=False`, `moe_info` or `ep_group`. Its gradient is a sum over tokens from all
-    ranks, each normalized by its own rank's loss only. So it is divided by the size of the full data group, like a
+    An expert is marked by ``allreduce=False``, ``moe_info`` or ``ep_group``. Its gradient is a sum over tokens from all
+    ranks, each normalized only by its own rank's loss. So it is divided by the size of the full data group, like a
     dense gradient.
 
     Args:
-        model: Model with the gradients.
-        optimizer: Optimizer of the parameters.
-        expert_group: Ranks with the same experts. Defaults to `parallel_state`'s; a parameter's `moe_info.dp_group`
-            takes precedence.
-        options: Further arguments of DataParallelGradientHandler, such as the data `group`.
+        model (Module): Model with the gradients.
+        optimizer (Optimizer): Optimizer of the parameters.
+        expert_group (ProcessGroup, optional): Ranks with the same experts. Defaults to the group of ``parallel_state``;
+            a parameter's ``moe_info.dp_group`` takes precedence.
+        options: Further arguments of DataParallelGradientHandler, such as the data ``group``.
     """
 
     def __init__(
@@ -195,11 +195,11 @@ class MoeGradientHandler(DataParallelGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class PipelineSharedModuleGradientHandler(GroupGradientHandler):
-    """Handler that sums the gradients of a module shared by several pipeline stages, such as a tied embedding.
+    """Sums the gradients of a module shared by several pipeline stages, such as a tied embedding.
 
-    The attribute `pipeline_shared_module_pg` of a shared parameter is its group. Each stage has a part of the gradient,
-    so the parts are summed, not averaged. It also works on a model in core's DistributedDataParallel, after
-    `finalize_model_grads`; but not if the wrapper sums the parameter itself (`shared_embedding`) or shards its
+    The attribute ``pipeline_shared_module_pg`` of a shared parameter is its group. Each stage has a part of the
+    gradient, so the parts are summed, not averaged. It also works on a model in core's DistributedDataParallel, after
+    ``finalize_model_grads``, unless the wrapper sums the parameter itself (``shared_embedding``) or shards its
     gradient.
     """
 
@@ -243,7 +243,7 @@ class PipelineSharedModuleGradientHandler(GroupGradientHandler):
 
 
 def _stages_of(param: nn.Parameter) -> Any:
-    """Return the group of the stages that share a parameter, or None."""
+    """Return the group of the stages that share a parameter, or ``None``."""
     return getattr(param, "pipeline_shared_module_pg", None)
 
 
@@ -251,7 +251,9 @@ def _stages_of(param: nn.Parameter) -> Any:
 
 
 def is_expert(param: nn.Parameter) -> bool:
-    """True for an expert's parameter, marked by `allreduce=False` or in ColossalAI's way (`moe_info`, `ep_group`)."""
+    """Return ``True`` for an expert's parameter, marked by ``allreduce=False`` or ColossalAI's ``moe_info``,
+    ``ep_group``.
+    """
     if data_group_of(param) == "expt_dp" or getattr(param, "ep_group", None) is not None:
         return True
     info = getattr(param, "moe_info", None)

@@ -1,4 +1,4 @@
-"""Reduction of loose gradients (in `.grad`) over their groups: in place, coalesced by dtype and group.
+"""Reduction of loose gradients (in ``.grad``) over their groups: in place, coalesced by dtype and group.
 
 The engine keeps gradients in buckets whose layout all ranks know. Loose gradients may be missing, strided or of another
 dtype on some ranks. So before any reduction the ranks of a group exchange this information: one small maximum per group
@@ -45,7 +45,7 @@ class GradientHandlerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class LooseGradient:
-    """One parameter whose `.grad` is scaled and then summed over a group."""
+    """Parameter whose ``.grad`` is scaled and then summed over a group."""
 
     name: str
     param: nn.Parameter
@@ -54,12 +54,12 @@ class LooseGradient:
 
 
 class Wrapper(NamedTuple):
-    """A wrapper that reduces parameters.
+    """Wrapper that reduces parameters.
 
     Attributes:
         name: Name for messages.
         group: Ranks that it averages over.
-        may_be_local: True if its gradients may differ between ranks after backward, as under torch's `no_sync`.
+        may_be_local: True if its gradients may differ between ranks after backward, as under torch's ``no_sync``.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Wrapper(NamedTuple):
 
 
 def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient to reduce: from a sharded parameter's `colo_attr` if it has one, else `param.grad`."""
+    """Return the gradient to reduce: from a sharded parameter's ``colo_attr`` if it has one, else ``param.grad``."""
     sharded: Any = getattr(param, "colo_attr", None)
     if sharded is not None and not sharded.saved_grad.is_null():
         payload: torch.Tensor = sharded.grad_payload
@@ -77,17 +77,11 @@ def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
 
 
 class LooseReduction:
-    """Reduction of one handler's gradients, planned once.
+    """Reduction of one handler's gradients, planned once. Construction is collective over all groups of the gradients.
 
-    Construction is collective over all groups of the gradients.
-
-    Args:
-        gradients: All gradients of the handler.
-        collectives: Runs the collectives.
-        bucket_cap_mb: Maximum MiB per collective; None for no limit.
-        same_names: True if a group's parameters have equal names on its ranks. Copies of a parameter on several
-            pipeline stages do not; they are matched by their order.
-        failure: This rank's own error. All ranks of its groups raise then.
+    ``same_names`` means that a group's parameters have equal names on its ranks. Copies of a parameter on several
+    pipeline stages do not, and are matched by their order. ``failure`` is this rank's own error; all ranks of its
+    groups raise then.
     """
 
     def __init__(
@@ -113,12 +107,9 @@ class LooseReduction:
     def run(self, wrappers: Mapping[int, Wrapper], failure: Exception | None = None) -> None:
         """Reduce the gradients that no wrapper has reduced. Collective over the groups of all gradients.
 
-        A parameter with a gradient on another rank only contributes zeros and gets the sum; one without a gradient on
-        any rank stays without.
-
-        Args:
-            wrappers: The wrapper that reduces a parameter, by the parameter's id.
-            failure: This rank's own error. All ranks of its groups raise then.
+        ``wrappers`` has the wrapper that reduces a parameter, by the parameter's id. A parameter that only has a
+        gradient on another rank contributes zeros and gets the sum; one without a gradient on any rank stays without.
+        With this rank's own error as ``failure``, all ranks of its groups raise.
 
         Raises:
             GradientHandlerError: On all ranks of a group, if their gradients cannot be reduced together.
@@ -163,7 +154,7 @@ class LooseReduction:
 
 
 def _flat(gradient: LooseGradient, dtype: torch.dtype) -> torch.Tensor:
-    """Return a gradient as [numel]: a view if it is contiguous, else a copy; zeros if it is missing."""
+    """Return a gradient as [numel]: a view if it is contiguous, else a copy, or zeros if it is missing."""
     grad = gradient_of(gradient.param)
     if grad is None:
         return torch.zeros(gradient.param.numel(), dtype=dtype, device=gradient.param.device)
@@ -176,7 +167,7 @@ def _on_wire(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _put_back(param: nn.Parameter, reduced: torch.Tensor) -> None:
-    """Store a reduced row in `param.grad`, keeping its memory and strides; create the gradient if it is missing."""
+    """Store a reduced row in ``param.grad``, keeping its memory and strides. Create the gradient if it is missing."""
     grad = gradient_of(param)
     if grad is None:
         if reduced.dtype != param.dtype:
@@ -187,8 +178,7 @@ def _put_back(param: nn.Parameter, reduced: torch.Tensor) -> None:
 
 
 def _by_group(gradients: Sequence[LooseGradient]) -> dict[dist.ProcessGroup, list[LooseGradient]]:
-    """Group the gradients, small groups first, then by ranks: an order that all ranks share, so no deadlock is
-    possible.
+    """Group the gradients, small groups first, then by ranks. All ranks share this order, so no deadlock is possible.
 
     An error in a small group (experts) is then known in the larger group around it before anything is sent there.
     """
@@ -280,7 +270,7 @@ def _agree(
 
 
 def _code(gradient: LooseGradient, wrapper: Wrapper | None) -> int:
-    """Return this rank's code for a gradient; GradientHandlerError if it cannot be sent."""
+    """Return this rank's code for a gradient. Raises GradientHandlerError if it cannot be sent."""
     grad = gradient_of(gradient.param)
     if wrapper is not None and not wrapper.may_be_local:
         return MISSING

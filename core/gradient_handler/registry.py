@@ -20,10 +20,10 @@ class Registry:
         self._modules: dict[str, type[BaseGradientHandler]] = {}
 
     def register_module(self, module: Handler) -> Handler:
-        """Register a subclass of BaseGradientHandler under its class name. Use as a decorator.
+        """Register a subclass of BaseGradientHandler under its class name. Use it as a decorator.
 
         Raises:
-            TypeError: If it is no subclass of BaseGradientHandler.
+            TypeError: If it is not a subclass of BaseGradientHandler.
             ValueError: If the name is taken.
         """
         if not (isinstance(module, type) and issubclass(module, BaseGradientHandler)):
@@ -37,7 +37,7 @@ class Registry:
         return module
 
     def get_module(self, name: str) -> type[BaseGradientHandler]:
-        """Return the class of that name.
+        """Return the class with this name.
 
         Raises:
             ValueError: If there is no such class. The message lists the known names.
@@ -48,7 +48,7 @@ class Registry:
         return self._modules[name]
 
     def has(self, name: str) -> bool:
-        """True if a class of that name is registered."""
+        """Return ``True`` if a class with this name is registered."""
         return name in self._modules
 
 
@@ -64,10 +64,10 @@ def build_gradient_handler(
         build_gradient_handler(config, model, optimizer)
 
     Args:
-        config: A registered name, or a dict with the name under "type" and further arguments of the class. It is not
-            modified.
-        model: Model with the gradients.
-        optimizer: Optimizer of the parameters.
+        config (str | Mapping[str, Any]): A registered name, or a dict with the name under "type" and further arguments
+            of the class. Not modified.
+        model (Module): Model with the gradients.
+        optimizer (Optimizer): Optimizer of the parameters.
         options: Further arguments, which override the config's.
 
     Raises:

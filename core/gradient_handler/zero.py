@@ -22,18 +22,18 @@ class SupportsGradSync(Protocol):
     """Protocol of an optimizer that reduces its own gradients."""
 
     def sync_grad(self) -> None:
-        """Reduce all gradients before `step`. Collective."""
+        """Reduce all gradients before ``step``. Collective."""
 
 
 @GRADIENT_HANDLER.register_module
 class ZeROGradientHandler(BaseGradientHandler):
-    """Handler that calls `optimizer.sync_grad()`, which the optimizer of LowLevelZeroPlugin also has.
+    """Calls ``optimizer.sync_grad()``, which the optimizer of LowLevelZeroPlugin also has.
 
-    For an optimizer of `get_megatron_optimizer` it finalizes the model chunks instead.
+    For an optimizer from ``get_megatron_optimizer`` it finalizes the model chunks instead.
 
     Args:
-        model: Model with the gradients.
-        optimizer: Optimizer that reduces its gradients.
+        model (Module): Model with the gradients.
+        optimizer (Optimizer): Optimizer that reduces its gradients.
 
     Raises:
         GradSyncUnsupported: If the optimizer supports neither.
@@ -48,7 +48,7 @@ class ZeROGradientHandler(BaseGradientHandler):
             )
 
     def handle_gradient(self) -> None:
-        """Reduce the gradients of the step. Collective. A second call before the next backward does nothing."""
+        """Reduce the gradients of the step. Collective. A second call before the next backward is a no-op."""
         if isinstance(self._optimizer, SupportsGradSync):
             self._optimizer.sync_grad()
             return

@@ -1,9 +1,9 @@
 """Agreement of ranks on small facts: equality, a flag on any rank, an error on any rank.
 
-A rank that raises, skips or waits alone leaves the others in a collective. So ranks agree first, and all such
-agreements are in this module. Every function is collective: all ranks call it, in the same order. `groups` is one
-group, or a chain of groups that together reach every rank (`world_groups`). None stands for the default group, or for
-this process only if no job was started. `what` is the subject, for torch's profiler and for errors of failed waits.
+A rank that raises, skips or waits on its own leaves the others in a collective. So ranks agree first, and all such
+agreements are in this module. Every function is collective: all ranks call it, in the same order. ``groups`` is one
+group, or a chain of groups that together reach every rank (``world_groups``). ``None`` is the default group, or only
+this process if no job was started. ``what`` is the subject, for torch's profiler and for errors of failed waits.
 """
 
 from __future__ import annotations
@@ -40,19 +40,11 @@ class LayoutMismatch(RuntimeError):
 
 
 def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> tuple[list[Any], list[Any]]:
-    """Return the minimum and maximum of each value over all ranks, by one small max all-reduce per group.
+    """Return the minimum and maximum of each value over all ranks, with one small max all-reduce per group.
 
-    Args:
-        values: Numbers, or a tensor [n].
-        groups: A group, or a chain of groups.
-        what: The subject, in words. Its hash is compared too.
-
-    Returns:
-        The minimum and the maximum values.
-
-    Raises:
-        PeerLost: On every rank of a group whose ranks agree on different subjects. gloo would mix their numbers, or
-            abort the process if they have different sizes; so sizes are rounded up.
+    The hash of ``what`` is compared too. Raises :class:`PeerLost` on every rank of a group whose ranks agree on
+    different subjects. gloo would mix their numbers, or abort the process if they have different sizes; so sizes are
+    rounded up.
     """
     values = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
     count = 1 + values.numel()
@@ -72,28 +64,12 @@ def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> t
 
 
 def any(flag: bool, groups: Groups, what: str) -> bool:
-    """Return True if a flag is true on any rank.
-
-    Args:
-        flag: This rank's flag.
-        groups: A group, or a chain of groups.
-        what: The subject, in words.
-    """
+    """Return ``True`` if a flag is true on any rank."""
     return bounds([flag], groups, what)[1] == [1]
 
 
 def equal(value: object, groups: Groups, what: str, *, failed: bool = False) -> bool:
-    """Compare a value's `repr` over all ranks, by hash.
-
-    Args:
-        value: Value to compare.
-        groups: A group, or a chain of groups.
-        what: The subject, in words.
-        failed: True if this rank has failed.
-
-    Returns:
-        True if all ranks have the same value and none has failed.
-    """
+    """Return ``True`` if all ranks have the same ``repr`` of a value, compared by hash, and none has ``failed``."""
     digest = hashlib.sha256(repr(value).encode()).digest()
     words = [int.from_bytes(digest[i : i + 7], "big") for i in range(0, 28, 7)]
     least, largest = bounds([*words, failed], groups, what)
@@ -101,16 +77,7 @@ def equal(value: object, groups: Groups, what: str, *, failed: bool = False) -> 
 
 
 def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
-    """Gather every rank's value. Only for startup and failures, never in a step.
-
-    Args:
-        value: Any picklable value.
-        groups: A group, or a chain of groups.
-        what: The subject, in words.
-
-    Returns:
-        The values by rank in the job.
-    """
+    """Gather every rank's picklable value, by rank in the job. Only for startup and failures, never in a step."""
     everyone = {dist.get_rank() if dist.is_initialized() else 0: value}
     for group in _chain(groups):
         mine = torch.frombuffer(bytearray(pickle.dumps(everyone)), dtype=torch.uint8)
@@ -126,14 +93,10 @@ def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
 
 
 def first(finding: T | None, groups: Groups, what: str) -> T | None:
-    """Return the smallest finding of any rank, or None if no rank has one.
+    """Return the smallest finding of any rank, or ``None`` if no rank has one.
 
-    Without a finding it costs one small all-reduce per group.
-
-    Args:
-        finding: A tuple that starts with its sort key, such as the rank; or None.
-        groups: A group, or a chain of groups.
-        what: The subject, in words.
+    A finding is a tuple that starts with its sort key, such as the rank. Without a finding it costs one small
+    all-reduce per group.
     """
     if bounds([finding is not None], groups, what)[1] == [0]:
         return None
@@ -144,11 +107,7 @@ def first(finding: T | None, groups: Groups, what: str) -> T | None:
 def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> None:
     """Raise on all ranks if any rank has an error.
 
-    Args:
-        error: This rank's error, which it raises itself; or None.
-        groups: A group, or a chain of groups.
-        what: The subject, in words.
-        kind: Type of the error on ranks without one; the message has the first rank's error.
+    A rank with an error raises it; the others raise ``kind`` with the first rank's message.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     failure = first(None if error is None else (rank, f"{type(error).__name__}: {error}"), groups, what)
@@ -160,12 +119,9 @@ def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Except
 
 @contextmanager
 def together(groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Run code that may fail on one rank only, and raise on all ranks at its end. A context manager.
+    """Context manager for code that may fail on only one rank, which raises on all ranks at its end.
 
-    Args:
-        groups: A group, or a chain of groups.
-        what: The subject, in words.
-        kind: Type of the error on ranks without one.
+    ``kind`` is the type of the error on ranks without one.
     """
     error: Exception | None = None
     try:
@@ -189,8 +145,7 @@ def same(
     Args:
         tables: (description of the group, the group, this rank's table with one line per fact), in the same order on
             all ranks.
-        failure: This rank's own error, if any. It is raised here after all ranks know about it; they raise `kind`.
-        kind: Type of the error.
+        failure: This rank's own error, if any. It is raised here after all ranks know about it; they raise ``kind``.
         advice: Next step, for the error message.
     """
     for words, group, table in tables:
@@ -210,7 +165,7 @@ def same(
 
 
 def first_difference(tables: Mapping[int, Sequence[str]]) -> str:
-    """Name the first rank that differs from the lowest one, and the first difference. Pure."""
+    """Name the first rank that differs from the lowest one, and the first difference."""
     nothing = "nothing: it ends before this"
     (first_rank, reference), *others = tables.items()
     for rank, table in others:
@@ -221,23 +176,19 @@ def first_difference(tables: Mapping[int, Sequence[str]]) -> str:
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device for small tensors sent over `group`: the CPU if a backend serves it, else the accelerator."""
+    """Return the device for small tensors sent over ``group``: the CPU if a backend serves it, else the accelerator."""
     return torch.device("cpu") if "cpu" in backends_of(group) else device_of(group)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a model's tensors on `group`: the accelerator if it has a backend that the CPU has not."""
+    """Return the device of a model's tensors on ``group``: the accelerator if it has a backend that the CPU lacks."""
     backends = backends_of(group)
     kind = next((kind for kind, backend in backends.items() if backend != backends.get("cpu")), "cpu")
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """Return the backend of each device type, such as {"cpu": "gloo", "cuda": "nccl"}.
-
-    Args:
-        group: Process group. Defaults to the default group.
-    """
+    """Return the backend of each device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
     return dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def device_mesh_of(grid: RankGrid, groups: ProcessGroups, *, expert: bool = False) -> DeviceMesh:
-    """Build the mesh for `core.parallel_state.get_device_mesh` from a grid and its groups."""
+    """Build the mesh for ``core.parallel_state.get_device_mesh`` from a grid and its groups."""
     from torch.distributed.device_mesh import DeviceMesh
 
     names = {axis.token: axis.name for axis in axes_of(expert)}
@@ -34,10 +34,9 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 
 def arguments_of_mesh(mesh: DeviceMesh, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` with a mesh's sizes and order, as arguments of initialize_model_parallel. No communication.
+    """Return ``options`` with a mesh's sizes and order, as arguments of initialize_model_parallel. No communication.
 
-    Raises:
-        ValueError: See `core.parallel_state.initialize_from_device_mesh`.
+    Raises ValueError as documented at ``core.parallel_state.initialize_from_device_mesh``.
     """
     names = mesh.mesh_dim_names
     if not names:

@@ -15,11 +15,8 @@ TRANSPARENT = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))  # modules 
 
 
 def global_name(module: nn.Module, local_name: str) -> str:
-    """Return the name of a parameter or buffer in the full model, from the `global_names` of the modules on its path.
-
-    Args:
-        module: The stage's module.
-        local_name: Name within `module`.
+    """Return the name of a parameter or buffer in the full model, from the ``global_names`` of the modules on its
+    path.
     """
     rest = local_name.split(".")
     path: list[str] = []
@@ -36,12 +33,7 @@ def global_name(module: nn.Module, local_name: str) -> str:
 
 
 def is_numbered(module: nn.Module, local_name: str) -> bool:
-    """Return True if some module on the path declares the innermost number in a name, possibly as unchanged.
-
-    Args:
-        module: The stage's module.
-        local_name: Name within `module`, such as 'layers.0.experts.1.weight'.
-    """
+    """Return ``True`` if some module on the path declares the innermost number in a name, possibly as unchanged."""
     parts = local_name.split(".")
     last = max((place for place, part in enumerate(parts) if part.isdecimal()), default=len(parts))
     current: object = module
@@ -54,38 +46,28 @@ def is_numbered(module: nn.Module, local_name: str) -> bool:
 
 
 def namer(module: nn.Module) -> Callable[[str], str]:
-    """Return `global_name` of one module as a function of the local name. Fast if no module declares names.
-
-    Args:
-        module: The stage's module.
-    """
+    """Return ``global_name`` of one module as a function of the local name. Fast if no module declares names."""
     if any(map(_declared_names, module.modules())):
         return partial(global_name, module)
     return lambda local_name: without_transparent(local_name.split("."))
 
 
 def without_transparent(path: Iterable[str]) -> str:
-    """Join the parts of a name, without the modules that torch puts around others.
-
-    Args:
-        path: Parts of the name.
-    """
+    """Join the parts of a name, without the modules that torch puts around others."""
     return ".".join(part for part in path if part not in TRANSPARENT)
 
 
 def _declared_names(part: Any) -> Mapping[str, str]:
-    """Return `part.global_names`, without the slow failing attribute lookup of a module that has none."""
+    """Return ``part.global_names``, without the slow failing attribute lookup of a module that lacks it."""
     is_declared = "global_names" in getattr(part, "__dict__", ()) or hasattr(type(part), "global_names")
     return part.global_names or {} if is_declared else {}
 
 
 def declare_layer_names(module: nn.Module) -> None:
-    """Declare the names of layers of Megatron Core's models in the full model, by `global_names`.
+    """Declare the names of layers of Megatron Core's models in the full model, by ``global_names``. No-op for others.
 
-    Its layers have a `layer_number`, starting at 1. The output layer of a tied model is a copy of the word embedding.
-
-    Args:
-        module: The stage's module, which may be any other.
+    These layers have a ``layer_number``, starting at 1. The output layer of a tied model is a copy of the word
+    embedding.
     """
     for part in module.modules():
         layers: Any = getattr(part, "layers", None)

@@ -36,7 +36,7 @@ class GroupOptions:
     settings: tuple[tuple[str, Any], ...] = ()
 
     def nccl(self) -> Any | None:
-        """Return the options as torch's ProcessGroupNCCL.Options, or None if all are defaults."""
+        """Return the options as torch's ProcessGroupNCCL.Options, or ``None`` if all are defaults."""
         if self == NO_OPTIONS:
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
@@ -51,13 +51,8 @@ NO_OPTIONS = GroupOptions()
 def group_options(high_priority: Sequence[str] = (), config_path: str | None = None) -> dict[str, GroupOptions]:
     """Return the options of each group that has any, by field of ProcessGroups.
 
-    Args:
-        high_priority: Group names.
-        config_path: YAML file, group name -> cga_cluster_size, min_ctas, max_ctas, net_name, is_high_priority_stream.
-
-    Raises:
-        ValueError: If a name, setting or value is unknown.
-        RuntimeError: If the file is given and PyYAML is not installed.
+    The YAML file maps a group name to cga_cluster_size, min_ctas, max_ctas, net_name and is_high_priority_stream.
+    Raises ValueError if a name, setting or value is unknown, and RuntimeError if PyYAML is not installed.
     """
     by_group = {} if config_path is None else _read(config_path)
     for name in high_priority:
@@ -113,12 +108,7 @@ def _check_settings(path: str, group: str, settings: Any) -> dict[str, Any]:
 
 
 def get_nccl_options(group: str, settings: Mapping[str, Mapping[str, Any]]) -> Any | None:
-    """Return one group's options as torch's ProcessGroupNCCL.Options, or None if it has no settings.
-
-    Args:
-        group: Group name.
-        settings: Settings by group, as in the YAML file.
-    """
+    """Return one group's options as torch's ProcessGroupNCCL.Options, or ``None`` if it has no settings."""
     if group not in settings:
         return None
     checked = _check_settings("nccl_comm_cfgs", group, settings[group])

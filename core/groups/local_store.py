@@ -8,7 +8,7 @@ from torch.distributed import TCPStore
 
 
 def local_store() -> TCPStore:
-    """Create a store that other machines cannot reach: it listens on the loopback interface, at a free port.
+    """Create a store that other machines cannot reach, listening on the loopback interface at a free port.
 
     TCPStore would bind to all interfaces, under any host name.
     """

@@ -9,7 +9,7 @@ import torch
 
 
 class GlobalMemoryBuffer:
-    """Named scratch memory: one flat tensor per (name, dtype, device), which grows on demand."""
+    """Scratch memory by name, with one flat tensor per (name, dtype, device), which grows on demand."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
@@ -17,14 +17,7 @@ class GlobalMemoryBuffer:
     def get_tensor(
         self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """Return an uninitialized tensor in the memory `name`. The next user of that name overwrites it.
-
-        Args:
-            tensor_shape: Shape of the tensor.
-            dtype: Dtype of the tensor.
-            name: Name of the memory.
-            device: Defaults to torch's default device.
-        """
+        """Return an uninitialized tensor in the memory ``name``. The next user of that name overwrites it."""
         place = torch.device(device) if device is not None else torch.get_default_device()
         key, numel = (name, dtype, place), math.prod(tensor_shape)
         flat = self._memory.get(key)

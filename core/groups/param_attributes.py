@@ -18,23 +18,12 @@ STAGE_COPIES = {
 
 
 def data_group_of(param: nn.Parameter) -> str:
-    """Return the data-parallel group of a parameter. Experts have `allreduce = False` and a separate group.
-
-    Args:
-        param: The parameter.
-    """
+    """Return the data-parallel group of a parameter. Experts have ``allreduce = False`` and a separate group."""
     return DATA_KINDS[0] if getattr(param, "allreduce", True) else DATA_KINDS[1]
 
 
 def embeddings_of(modules: Iterable[nn.Module]) -> dict[int, str]:
-    """Find embeddings that modules name as Megatron's models do.
-
-    Args:
-        modules: All modules of the model.
-
-    Returns:
-        id of a weight -> 'embd' or 'pos_embd'.
-    """
+    """Find embeddings that modules name as Megatron's models do, as id of a weight -> 'embd' or 'pos_embd'."""
     found: dict[int, str] = {}
     for part in modules:
         position = getattr(getattr(part, "position_embeddings", None), "weight", None)
@@ -49,12 +38,7 @@ def embeddings_of(modules: Iterable[nn.Module]) -> dict[int, str]:
 
 
 def copies_across_stages(param: nn.Parameter, embeddings: Mapping[int, str]) -> tuple[str, ...]:
-    """Return the groups across pipeline stages whose ranks hold copies of a parameter.
-
-    Args:
-        param: The parameter.
-        embeddings: Result of `embeddings_of`.
-    """
+    """Return the groups across pipeline stages whose ranks hold copies of a parameter."""
     named = embeddings.get(id(param))
     return tuple(
         [

@@ -30,9 +30,9 @@ FIELDS = (*KINDS, *CONTROL_GROUPS)
 class ProcessGroups:
     """Process groups of one rank.
 
-    The fields are the kinds of `core.groups.rank_grid` and the control groups (dp_gloo, ...). Pass any of them by
-    keyword. An unknown name is a ValueError. A missing field is None, and `require` raises an error with the field's
-    name. `core.parallel_state.ProcessGroupCollection` adds Megatron's interface.
+    The fields are the kinds of ``core.groups.rank_grid`` and the control groups (dp_gloo, ...). Pass any of them by
+    keyword; an unknown name raises ValueError. A missing field is ``None``, and ``require`` raises an error with its
+    name. ``core.parallel_state.ProcessGroupCollection`` adds Megatron's interface.
 
         groups = ProcessGroups(dp=data_group, dp_cp=data_group, tp=tensor_group)
         groups.size("tp"), groups.rank("dp_cp"), groups.require("pp")
@@ -62,11 +62,11 @@ class ProcessGroups:
 
     @property
     def created(self) -> tuple[ProcessGroup, ...]:
-        """Groups that `build` created for this object, in order. A group shared by several fields counts once."""
+        """Groups that ``build`` created for this object, in order. A group shared by several fields counts once."""
         return self._created
 
     def require(self, name: str) -> ProcessGroup:
-        """Return the group `name`. Raises RuntimeError, with the name, if this rank does not have that group."""
+        """Return group ``name``. Raises RuntimeError, with the name, if this rank does not have that group."""
         group = self._field(name)
         if group is None:
             raise RuntimeError(
@@ -76,19 +76,21 @@ class ProcessGroups:
         return group
 
     def control(self, name: str) -> ProcessGroup:
-        """Return the group for agreements among the ranks of the group `name`: the control group, else itself."""
+        """Return the group for agreements among the ranks of group ``name``: its control group, else the group
+        itself.
+        """
         return getattr(self, f"{name}_gloo", None) or self.require(name)
 
     def size(self, name: str) -> int:
-        """Return the number of ranks in the group `name`, or 1 if this object has no such group."""
+        """Return the number of ranks in group ``name``, or 1 if this object has no such group."""
         return self._place(name)[1]
 
     def rank(self, name: str) -> int:
-        """Return this rank's index in the group `name`, or 0 if this object has no such group."""
+        """Return this rank's index in group ``name``, or 0 if this object has no such group."""
         return self._place(name)[0]
 
     def ranks(self, name: str) -> list[int]:
-        """Return the global ranks of the group `name`, ascending. Raises RuntimeError if there is no such group."""
+        """Return the global ranks of group ``name``, ascending. Raises RuntimeError if there is no such group."""
         return dist.get_process_group_ranks(self.require(name))
 
     def with_other_ranks(self) -> list[ProcessGroup]:
@@ -97,7 +99,7 @@ class ProcessGroups:
         return [group for group in groups.values() if group is not dist.group.WORLD]
 
     def destroy(self) -> None:
-        """Destroy the groups that `build` created, once. Groups that were passed in belong to the caller."""
+        """Destroy the groups that ``build`` created, once. Groups that were passed in belong to the caller."""
         created = self._created
         self.__dict__.clear()
         _destroy(created)
@@ -124,21 +126,21 @@ class ProcessGroups:
         control_groups: bool = True,
         options: Mapping[str, GroupOptions] | None = None,
     ) -> ProcessGroups:
-        """Create the groups of this rank on top of the started default process group.
+        """Create this rank's groups on top of the initialized default process group.
 
-        Collective: every rank of the world calls it, with its own `members` from `rank_grid.group_ranks`. Creating a
-        group waits for the members of that group only; the call returns when all ranks have finished. All ranks process
-        the kinds in the same order, so no deadlock is possible. Kinds with equal ranks and options share one group, but
-        gradients never share with activations (Note [Gradient groups]). 'intra_dist_opt' is the default group if it has
-        all ranks of the world and no other kind does. If creation fails, the groups created so far are destroyed before
-        the error is raised.
+        Every rank of the world calls it, with its own ``members`` from ``rank_grid.group_ranks``. Creating a group only
+        waits for its members; the call returns when all ranks have finished. All ranks process the kinds in the same
+        order, so no deadlock is possible. Kinds with equal ranks and options share one group, but gradients never share
+        with activations (Note [Gradient groups]). 'intra_dist_opt' is the default group if it has all ranks of the
+        world and no other kind does. If creation fails, the groups created so far are destroyed before the error is
+        raised.
 
         Args:
             members: Ranks of this rank's group, by kind.
             timeout: Timeout of every group. Defaults to the backend's.
             control_groups: Also set the *_gloo fields. These are separate groups even on gloo, because agreements use
                 them while gradients are in flight.
-            options: Stream priority and communicator settings by kind, for NCCL only.
+            options: Stream priority and communicator settings by kind. Only used with NCCL.
         """
         options = options or {}
         backends = {name.lower() for name in backends_of().values()}  # of the default group
@@ -180,7 +182,7 @@ def world_chain(groups: ProcessGroups) -> tuple[str, ...]:
 
 
 def world_groups(groups: ProcessGroups) -> list[ProcessGroup]:
-    """Return the groups of `world_chain` with several ranks, for agreements."""
+    """Return the groups of ``world_chain`` with several ranks, for agreements."""
     return [groups.control(name) for name in world_chain(groups) if groups.size(name) > 1]
 
 
@@ -211,7 +213,7 @@ _build_count = itertools.count()
 
 
 def _next_build() -> int:
-    """Return the number of this build on this job's store: the same on all ranks, and used once.
+    """Return the number of this build on this job's store, which is the same on all ranks and used once.
 
     The count is in the store, because the store outlives a default group: with an old name gloo would read the
     addresses of a destroyed group. Every rank counts separately, so no rank waits.
@@ -240,7 +242,7 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
 
 @contextlib.contextmanager
 def refusal_reported() -> Iterator[None]:
-    """Report an error in this rank's arguments to ranks that wait in `refuse_other_sizes`. Waits for no rank."""
+    """Report an error in this rank's arguments to ranks that wait in ``refuse_other_sizes``. Waits for no rank."""
     try:
         yield
     except (ValueError, RuntimeError, TypeError, OSError) as error:
@@ -264,14 +266,8 @@ def refuse_other_sizes(sizes: Mapping[str, object], timeout: timedelta | None) -
     """Reject ranks that split the job differently, before any group is created. Collective over the world.
 
     Such ranks would wait for each other in different groups until the timeout. Each rank counts itself under its sizes
-    in the job's store; the sizes of all ranks are read only if the counts differ.
-
-    Args:
-        sizes: This rank's split of the job: name -> size, or another value.
-        timeout: Timeout of the wait for all ranks. Defaults to the store's.
-
-    Raises:
-        ValueError: On all ranks, with the first rank and size that differ.
+    in the job's store; the sizes of all ranks are read only if the counts differ. Raises ValueError on all ranks with
+    the first rank and size that differ.
     """
     if dist.get_backend() == "fake":
         return

@@ -1,11 +1,11 @@
 """Pure arithmetic from the sizes of a job to its groups of ranks: a table of axes, a dense and an expert grid.
 
-A rank is a number in mixed radix. `order` names the digits, leftmost first and with the smallest stride: in
-'tp-cp-ep-dp-pp' neighbouring ranks differ in tp. The dense grid and the expert grid factor the same ranks; an axis
+A rank is a number in mixed radix. ``order`` names the digits, leftmost first and with the smallest stride: in
+'tp-cp-ep-dp-pp' neighboring ranks differ in tp. The dense grid and the expert grid factor the same ranks; an axis
 missing in a grid has size 1 there. Nothing here imports torch.
 
-A new axis is a row of `AXES`, an argument of `core.parallel_state.initialize_model_parallel`, and its sync rules in
-`core.distributed.contract.gradient_contract`. Everything else is derived from the row.
+A new axis is a row of ``AXES``, an argument of ``core.parallel_state.initialize_model_parallel``, and its sync rules in
+``core.distributed.contract.gradient_contract``. Everything else is derived from the row.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of parallelism.
+    """Dimension of parallelism.
 
     Attributes:
         name: Argument of RankGrid and field of ProcessGroups.
-        token: Digit in `order`.
+        token: Digit in ``order``.
         label: Name in messages.
         grid: Grid that has the axis.
         carries: Traffic of its group. The ranks of an axis that carries gradients have equal weights and form the data
@@ -43,7 +43,7 @@ class Axis:
 
     @property
     def words(self) -> str:
-        """Adjective in the option: 'expert tensor' for expert_tensor_parallel_size."""
+        """Adjective in the option, such as 'expert tensor' for expert_tensor_parallel_size."""
         return (self.option or self.label).split("_model")[0].split("_parallel")[0].replace("_", " ")
 
 
@@ -117,7 +117,7 @@ GRADIENT_KINDS = _kinds_where(lambda axis: not _is_model(axis)) - ACTIVATION_KIN
 
 
 def parse_tokens(text: str) -> tuple[str, ...]:
-    """Split 'tp-dp' into ('tp', 'dp'). ValueError on unknown, repeated or no tokens."""
+    """Split 'tp-dp' into ('tp', 'dp'). Raises ValueError for unknown, repeated or no tokens."""
     tokens = tuple(text.lower().split("-"))
     for token in tokens:
         if token not in TOKENS:
@@ -130,18 +130,13 @@ def parse_tokens(text: str) -> tuple[str, ...]:
 class RankGrid:
     """Ranks of a job, arranged on a dense and an expert grid.
 
-    The data parallel sizes follow: dp = world / (tp * cp * pp), expt_dp = world / (expt_tp * ep * pp).
+    The data-parallel sizes follow: dp = world / (tp * cp * pp), expt_dp = world / (expt_tp * ep * pp).
 
         RankGrid(8, tp=2, pp=2).groups("tp-dp")   # [[0, 1, 2, 3], [4, 5, 6, 7]]
 
-    Args:
-        world_size: Number of ranks.
-        order: Tokens of all axes larger than 1, smallest stride first.
-        sizes: Sizes by the names of `AXES`. Default 1; expt_tp defaults to tp. Each size is also an attribute.
-
-    Raises:
-        ValueError: If a size is below 1 or the order is malformed.
-        RuntimeError: If the sizes do not divide the world size.
+    ``order`` has the tokens of all axes larger than 1, smallest stride first. ``sizes`` are keyed by the names of
+    ``AXES`` and default to 1, except that expt_tp defaults to tp. Each size is also an attribute. Raises ValueError if
+    a size is below 1 or the order is malformed, and RuntimeError if the sizes do not divide the world size.
     """
 
     def __init__(self, world_size: int, *, order: str = DEFAULT_ORDER, **sizes: int | None) -> None:
@@ -182,28 +177,16 @@ class RankGrid:
         return self._token_sizes[expert].get(token, 1)
 
     def stride(self, token: str, expert: bool = False) -> int:
-        """Return the distance between two ranks that are neighbours along an axis."""
+        """Return the distance between two ranks that are neighbors along an axis."""
         return next(stride for axis, _, stride in self._digits(expert) if axis == token)
 
     def coordinate(self, rank: int, token: str, expert: bool = False) -> int:
-        """Return a rank's index along one axis.
-
-        Args:
-            rank: Global rank.
-            token: The axis.
-            expert: Use the expert grid.
-        """
+        """Return a global rank's index along one axis."""
         self._check_rank(rank)
         return rank // self.stride(token, expert) % self.size(token, expert)
 
     def group_of(self, rank: int, tokens: str, expert: bool = False) -> list[int]:
-        """Return the group of a rank, ascending. Costs O(size of the group).
-
-        Args:
-            rank: Global rank.
-            tokens: Axes that the group spans, such as 'tp-dp'.
-            expert: Use the expert grid.
-        """
+        """Return the group of a rank over axes such as 'tp-dp', ascending. Costs O(group size)."""
         self._check_rank(rank)
         wanted = parse_tokens(tokens)
         group = [rank]
@@ -214,12 +197,7 @@ class RankGrid:
         return group
 
     def groups(self, tokens: str, expert: bool = False) -> list[list[int]]:
-        """Return all groups of the world, ordered by their first rank.
-
-        Args:
-            tokens: Axes that the groups span, such as 'tp-dp'.
-            expert: Use the expert grid.
-        """
+        """Return all groups of the world over axes such as 'tp-dp', ordered by their first rank."""
         wanted = parse_tokens(tokens)
         firsts = [0]
         for axis, size, stride in self._digits(expert):
@@ -240,7 +218,7 @@ class RankGrid:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0 to {self.world_size - 1}).")
 
     def _remaining(self, expert: bool) -> int:
-        """Return the data parallel size of one grid."""
+        """Return the data-parallel size of one grid."""
         factors = [axis for axis in axes_of(expert) if axis.option]
         product = math.prod(self.sizes[axis.name] for axis in factors)
         if self.world_size % product:
@@ -253,7 +231,7 @@ class RankGrid:
         return self.world_size // product
 
     def _complete(self, tokens: tuple[str, ...]) -> tuple[str, ...]:
-        """Append the axes of size 1 that the order leaves out; reject a larger one."""
+        """Append the axes of size 1 that the order leaves out, and reject a larger one."""
         missing = [token for token in TOKENS if token not in tokens]
         for token in missing:
             size = max(self.size(token), self.size(token, expert=True))
@@ -295,16 +273,12 @@ def group_ranks(
     embedding_ranks: EmbeddingRule | None = None,
     position_embedding_ranks: EmbeddingRule | None = None,
 ) -> dict[str, list[int]]:
-    """Return the members of every kind of group that `rank` belongs to, ascending, kinds in the same order on all
-    ranks.
+    """Return the members of every kind of group that ``rank`` belongs to, ascending, in the same order on all ranks.
 
     Args:
-        grid: Grid of the job.
-        rank: Global rank.
         num_instances: Distributed optimizer instances. Each data group is split into that many contiguous slices
             (intra); equal positions in the slices form the inter groups.
-        embedding_ranks: Function from a pipeline group to those of its ranks that share the embedding. Other ranks get
-            no such kind.
+        embedding_ranks: Maps a pipeline group to its ranks that share the embedding. Other ranks get no such kind.
         position_embedding_ranks: The same for the position embedding.
 
     Raises:
@@ -338,7 +312,7 @@ def _own_slice(group: list[int], rank: int, num_slices: int) -> list[int]:
 def _instance_ranks(grid: RankGrid, rank: int, num_instances: int, expert: bool) -> list[int]:
     """Return all ranks of one optimizer instance: the model replicas of one slice of a data group.
 
-    Costs O(size of the instance).
+    Costs O(instance size).
     """
     if num_instances == 1:
         return list(range(grid.world_size))

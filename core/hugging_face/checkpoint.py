@@ -1,8 +1,8 @@
 """Load and save checkpoint directories of split models.
 
-Loading the full model on every rank needs too much memory, so each rank reads its own slices only. Transformers' own
+Loading the full model on every rank needs too much memory, so each rank only reads its own slices. Transformers' own
 loading code runs, so renamed keys and fused experts are handled as usual. It receives lazy tensors that read this
-rank's part of a safetensors file on access. Saving writes a plain directory that `from_pretrained` loads.
+rank's part of a safetensors file on access. Saving writes a plain directory that ``from_pretrained`` loads.
 """
 
 from __future__ import annotations
@@ -63,30 +63,31 @@ def load_split(
 ) -> Any:
     """Load a checkpoint directory as a model that is split over tensor parallelism.
 
-    Use this for models that do not fit on one rank: each rank reads its own slices only, and `model.bytes_read` reports
-    how many bytes that was. The full model exists on no rank, so unlike in `split_model` the output is not compared.
+    Use this for models that do not fit on one rank: each rank only reads its own slices, and ``model.bytes_read``
+    reports how many bytes that was. The full model exists on no rank, so unlike in ``split_model`` the output is not
+    compared.
 
-    Collective over the tensor-parallel group; with `layout`, over the world.
+    This is a collective over the tensor-parallel group, or with ``layout`` over the world.
 
     Args:
         directory: Checkpoint directory with a config.json and safetensors files.
         kind: Model class or auto class. Defaults to the class that config.json names, else to the family's causal
             language model.
         policy: Rules that replace the family's own plan.
-        example: Keyword arguments of one small forward, as in `split_model`.
-        layout: Pipeline layout. If given, a list of this rank's stages is returned, each of which has read its part
-            only.
+        example: Keyword arguments of one small forward, as in ``split_model``.
+        layout: Pipeline layout. If given, a list of this rank's stages is returned, each of which has only read its
+            part.
         device: Device to move the model to after reading, before the example runs.
-        parallel_output: As in `split_model`.
-        sequence_parallel: As in `split_model`.
-        pg_collection: Process groups; defaults to those of `parallel_state`.
-        **options: Options of `from_pretrained` (dtype, attn_implementation, ...).
+        parallel_output: As in ``split_model``.
+        sequence_parallel: As in ``split_model``.
+        pg_collection: Process groups. Defaults to those of ``parallel_state``.
+        **options: Options of ``from_pretrained`` (dtype, attn_implementation, ...).
 
     Returns:
-        The split model, or with `layout` the list of this rank's stages.
+        The split model, or with ``layout`` the list of this rank's stages.
 
     Raises:
-        PlanError: As in `split_model` and `split_stages`; also if the checkpoint lacks a parameter other than a new
+        PlanError: As in ``split_model`` and ``split_stages``; also if the checkpoint lacks a parameter other than a new
             head's, or stores a parameter in a format that cannot be read in part.
     """
     groups = resolve_groups(pg_collection)
@@ -119,10 +120,10 @@ def _checked_files(
 
 
 def _class_of(directory: str | os.PathLike[str], kind: Any, trust_remote_code: bool) -> Any:
-    """Resolve the model class to load; an auto class is resolved by the directory's config.json.
+    """Resolve the model class to load. An auto class is resolved by the directory's config.json.
 
-    If `kind` is None, use the class that config.json names, else the family's causal language model. Raises PlanError
-    if no class can be found.
+    If ``kind`` is ``None``, use the class that config.json names, else the family's causal language model. Raises
+    PlanError if no class can be found.
     """
     transformers = transformers_package()
     if kind is not None and not hasattr(kind, AUTO):
@@ -163,8 +164,8 @@ def _load(
 ) -> tuple[Any, Plan, Mapping[str, Any]]:
     """Load a model, or one of its stages, with this rank's slices but without tags and seams.
 
-    Returns the model, the plan of the full model, and the loading report: `missing_keys`, `unexpected_keys`, the names
-    that the files hold untied (`untied`), and all names that the files have values for (`stored`).
+    Return the model, the plan of the full model, and the loading report: ``missing_keys``, ``unexpected_keys``, the
+    names that the files hold untied (``untied``), and all names that the files have values for (``stored``).
     """
     layout, groups = how.layout, how.groups
     plans: list[Plan] = []
@@ -204,7 +205,7 @@ def _load(
 
 
 def is_of_head(model: Any, name: str) -> bool:
-    """True for parameters of a head or pooler, which files of another model class of the family may lack."""
+    """Return ``True`` for parameters of a head or pooler, which files of another model class of the family may lack."""
     below = f"{model.base_model_prefix}."
     return not name.startswith(below) or name.startswith(f"{below}pooler.")
 
@@ -233,29 +234,23 @@ def read_slices(
     strict: bool = True,
     **options: Any,
 ) -> tuple[dict[str, Tensor], set[str], int]:
-    """Read this rank's slices of a checkpoint directory, named as in the full model.
+    """Read this rank's slices of a checkpoint directory, named as in the full model. Does not communicate.
 
-    Needed if names or shapes in the files differ from the model's: transformers' own loading converts them. Not
-    collective.
+    This is needed if names or shapes in the files differ from the model's, because transformers' own loading converts
+    them. Return the slices by name, the names that the files have values for on any stage, and the number of bytes
+    read.
 
     Args:
-        directory: Checkpoint directory.
-        kind: Model class.
-        policy: Rules that replace the family's own plan.
         layout: Pipeline layout, or None for the full model.
         stage: Index of the stage to read, or None for the full model.
-        groups: Process groups.
         tied: For each tied parameter of the target model, all its names.
         vocabulary_multiple: Each rank's rows of a split vocabulary are padded to a multiple of this.
         strict: If False, skip names that the files or the model lack.
-        **options: Options of `from_pretrained`. With `config`, the model is built from that config and the directory's
-            config.json is not read.
-
-    Returns:
-        The slices by name, the names that the files have values for on any stage, and the number of bytes read.
+        **options: Options of ``from_pretrained``. With ``config``, the model is built from that config and the
+            directory's config.json is not read.
 
     Raises:
-        PlanError: As in `load_split`.
+        PlanError: As in ``load_split``.
         ValueError: If the files lack a weight of the model, have an unknown one, or hold different values for the names
             of one tied parameter.
     """
@@ -277,7 +272,7 @@ def read_slices(
 def _stored(model: Any, files: list[str], config: Any, directory: Path, checked: Collection[Path]) -> Stored:
     """Map each of the model's parameters to its tensors in the files.
 
-    `checked` are files whose checksums were already compared. Raises PlanError for files that are not safetensors or
+    ``checked`` are files whose checksums were already compared. Raises PlanError for files that are not safetensors or
     are outside the directory, and for weights stored as integers without a quantization config.
     """
     for file in files:
@@ -311,9 +306,9 @@ def _sliced(
 ) -> dict[str, SlicedTensor]:
     """Return every tensor of the files, cut like the parameter it becomes or is a part of.
 
-    `read` receives the number of bytes of every read. `whole` are the names of the full model; transformers reports
-    names that are not in it. If `model` is one stage, `stages` is the model's cut: tensors of other stages are skipped,
-    and a tied tensor is read under the name that it has on this stage.
+    ``read`` receives the number of bytes of every read. ``whole`` are the names of the full model; transformers reports
+    names that are not in it. If ``model`` is one stage, ``stages`` is the model's cut: tensors of other stages are
+    skipped, and a tied tensor is read under the name that it has on this stage.
     """
     from transformers.core_model_loading import WeightConverter
 
@@ -376,15 +371,15 @@ def _cut_of_part(family: str, key: str, split: Split, cut: Cut, converter: Any) 
 
 
 def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathLike[str], **options: Any) -> None:
-    """Save a split model as a directory that plain `from_pretrained` loads, with the same keys, bits, and dtypes.
+    """Save a split model as a directory that plain ``from_pretrained`` loads, with the same keys, bits, and dtypes.
 
-    For a model with adapters (`add_lora`), only the adapter is saved; `PeftModel.from_pretrained` loads it. The first
+    Only the adapter of a model with adapters (``add_lora``) is saved; ``PeftModel.from_pretrained`` loads it. The first
     rank gathers the full model in host memory and writes it. Collective over all ranks.
 
     Args:
         model: Split model, wrapped in DistributedDataParallel or not. For a pipeline, the list of this rank's stages.
         directory: Directory to write.
-        **options: Options of `save_pretrained` (max_shard_size, ...).
+        **options: Options of ``save_pretrained`` (max_shard_size, ...).
 
     Raises:
         PlanError: If the model was not split. A failed write raises on all ranks.
@@ -469,7 +464,7 @@ def _from_stages(mine: dict[str, Tensor], group: dist.ProcessGroup, device: torc
 
 @torch.no_grad()
 def _full_state(model: Any, report: SplitReport, groups: ProcessGroups, *, only_adapters: bool) -> dict[str, Tensor]:
-    """Gather the full state on the first data- and tensor-parallel rank, on the CPU; other ranks return an empty dict.
+    """Gather the full state on the CPU of the first data- and tensor-parallel rank. Other ranks return an empty dict.
 
     Collective over a stage.
     """

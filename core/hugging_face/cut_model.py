@@ -1,10 +1,11 @@
-"""A model cut over ranks, as one value that is used from `boost` to the forwards and the checkpoint files.
+"""A model cut over ranks, as one value that is used from ``boost`` to the forwards and the checkpoint files.
 
-`Cutting` holds the choices, and `cut_model` builds a `CutModel` from them. It never changes afterwards, except that
-`unread` shrinks as weights are read. All names are the full model's names; a tied parameter uses its first name.
-`parts` are plain modules in the model's order, and a plugin wraps them; their parameters are this rank's slices.
-`slice_of` and `whole_of` convert any tensor of a parameter's shape (such as an optimizer moment) between its full and
-its local shape. A plugin that cuts nothing has a `CutModel` too: its shell and its only part are the user's model.
+``Cutting`` holds the choices, and ``cut_model`` builds a ``CutModel`` from them. It never changes afterwards, except
+that ``unread`` shrinks as weights are read. All names are the full model's names; a tied parameter uses its first name.
+``parts`` are plain modules in the model's order, and a plugin wraps them; their parameters are this rank's slices.
+``slice_of`` and ``whole_of`` convert any tensor of a parameter's shape (such as an optimizer moment) between its full
+and its local shape. A plugin that cuts nothing has a ``CutModel`` too: its shell and its only part are the user's
+model.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ class CutModel:
         shell: Full model on the meta device, with its names, shapes, dtypes, ties, config, and adapters.
         parts: Stages of this rank, or the single model.
         ties: Each name of a tied parameter -> all its names, the first one first.
-        groups: Process groups.
         splits: Name in the full model -> how this rank's parameter is cut over tensor and expert parallelism.
-        layout: Pipeline layout; None without a pipeline.
+        layout: Pipeline layout, if any.
         policy: Rules that replace the family's own plan.
         unread: Names without values yet, because the model was cut on the meta device.
     """
@@ -63,7 +63,7 @@ class CutModel:
 
     @property
     def adapters(self) -> Any:
-        """Configs of the model's adapters, as peft has them; None without adapters."""
+        """Configs of the model's adapters, as peft has them, or ``None`` without adapters."""
         return getattr(self.shell, "peft_config", None)
 
     @cached_property
@@ -80,31 +80,17 @@ class CutModel:
         return self.ties.get(name, (name,))
 
     def slice_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of a full tensor; a view if possible.
-
-        Args:
-            name: Any name of the parameter.
-            whole: Tensor of the full parameter's shape, such as an optimizer moment.
-
-        Returns:
-            The slice.
+        """Return this rank's slice of a tensor of a parameter's full shape, such as an optimizer moment. A view if
+        possible.
         """
         return slice_of(whole, self.split_of(name), self.groups)
 
     def whole_of(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Gather a full tensor from its slices. Collective over the groups that cut it.
-
-        Args:
-            name: Any name of the parameter.
-            part: This rank's slice of a tensor of the parameter's shape.
-
-        Returns:
-            The full tensor.
-        """
+        """Gather a full tensor from this rank's slice ``part``. Collective over the groups that cut it."""
         return whole_of(part, self.split_of(name), self.groups)
 
     def split_of(self, name: str) -> Split | None:
-        """Return the split of a parameter, by any of its names; None if it is unsplit."""
+        """Return the split of a parameter, by any of its names, or ``None`` if it is unsplit."""
         return next((self.splits[each] for each in self.names_of(name) if each in self.splits), None)
 
 
@@ -113,20 +99,15 @@ class Cutting:
     """Options of a cut over tp_size x pp_size x sp_size ranks, and of experts over ep_size.
 
     Attributes:
-        tp_size: Tensor-parallel size.
-        pp_size: Pipeline-parallel size.
         sp_size: Size of a separate sequence-parallel group.
-        ep_size: Expert-parallel size.
-        sequence_parallel: As in `split_model`.
-        parallel_output: True to keep logits split if the model allows it.
+        sequence_parallel: As in ``split_model``.
+        parallel_output: Keep logits split if the model allows it.
         policy: Rules that replace the family's own plan.
         vocabulary_multiple: Each rank's rows of a vocabulary are padded to a multiple of this, over tp_size.
-        example: As in `split_model`.
-        schedule: Pipeline schedule (`plan_pipeline`).
-        num_chunks: Model chunks per pipeline rank (`plan_pipeline`).
-        layers_per_stage: Number of layers of each stage (`plan_pipeline`).
-        flash_attention: True to use torch's scaled_dot_product_attention.
-        logits_chunk: As in `use_chunked_loss`.
+        example: As in ``split_model``.
+        schedule, num_chunks, layers_per_stage: As in ``plan_pipeline``; ``num_chunks`` counts chunks per rank.
+        flash_attention: Use torch's scaled_dot_product_attention.
+        logits_chunk: As in ``use_chunked_loss``.
         checkpointing: Layers that recompute their activations.
     """
 
@@ -148,14 +129,13 @@ class Cutting:
 
     @property
     def is_needed(self) -> bool:
-        """True if a rank holds a part of the model, or uses a part of its input."""
+        """Return ``True`` if a rank holds a part of the model, or uses a part of its input."""
         return self.tp_size * self.pp_size * self.ep_size * self.sp_size > 1
 
     def layout_of(self, model: Any) -> PipelineLayout | None:
-        """Plan the pipeline layout of a full model's layers; None without a pipeline. Local.
+        """Plan the pipeline layout of a full model's layers, or return ``None`` without a pipeline.
 
-        Raises:
-            ValueError: If the options do not fit the model.
+        Raises ValueError if the options do not fit the model.
         """
         counts, stages = self.layers_per_stage, self.pp_size * self.num_chunks
         if self.pp_size == 1:
@@ -172,7 +152,7 @@ class Cutting:
         )
 
     def plan_of(self, model: Any) -> Plan | None:
-        """Return the tensor-parallel plan, from the policy or the family; None without tensor parallelism."""
+        """Return the tensor-parallel plan from the policy or the family, or ``None`` without tensor parallelism."""
         if self.tp_size == 1:
             if self.policy is not None:
                 raise ValueError("custom_policy says how a model is split over tensor parallelism, and tp_size is 1")
@@ -181,22 +161,12 @@ class Cutting:
 
 
 def cut_model(model: Any, cutting: Cutting, groups: ProcessGroups, device: torch.device) -> CutModel:
-    """Cut a model into this rank's parts, in place, and prove that they compute the same output.
+    """Cut a model into this rank's parts, in place, and prove that they compute the same output. Collective over the
+    world.
 
-    Collective over the world.
-
-    Args:
-        model: Full model with rank 0's values, in the training dtype, with or without peft adapters. On the meta
-            device, the parts get memory on `device` but no values.
-        cutting: Options of the cut.
-        groups: Process groups.
-        device: Device for the parts of a model on the meta device.
-
-    Returns:
-        This rank's parts and the description of the full model.
-
-    Raises:
-        ValueError: On all ranks, if the model cannot be cut this way.
+    ``model`` is a full model with rank 0's values, in the training dtype, with or without peft adapters. On the meta
+    device, the parts get memory on ``device`` but no values. Raises ValueError on all ranks if the model cannot be cut
+    this way.
     """
     with agree.together(None, "boost", PlanError):
         ties = {name: names for names in tied_names(model) for name in names}

@@ -1,4 +1,4 @@
-"""ModelWrapper: model returned by a plugin; `unwrap()` returns the plain module."""
+"""ModelWrapper: model returned by a plugin; ``unwrap()`` returns the plain module."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ SAVE = (
 
 
 class ModelWrapper(nn.Module):
-    """Wrapper with the model as `module`. Plugins subclass it to change the forward or `unwrap`.
+    """Wrapper with the model as ``module``. Plugins subclass it to change the forward or ``unwrap``.
 
-    It forwards those attributes of a transformers model that are correct for a part of the model (`PASSED_ON`).
-
-    Args:
-        module: The wrapped model.
+    It forwards those attributes of a transformers model that are also correct for a part of the model (``PASSED_ON``).
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -61,7 +58,9 @@ class ModelWrapper(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False while backward accumulates without reducing. torch DDP's switch; `no_sync` of the Booster sets it."""
+        """False while backward accumulates without reducing, like torch DDP's attribute. The Booster's ``no_sync`` sets
+        it.
+        """
         return all(part.require_backward_grad_sync for part in self._reducing())
 
     @require_backward_grad_sync.setter
@@ -79,7 +78,7 @@ class ModelWrapper(nn.Module):
         return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call a transformers model's `generate`. Every rank must call it; data ranks may have different prompts."""
+        """Call a transformers model's ``generate``. Every rank must call it; data ranks may have different prompts."""
         model: Any = self.unwrap()
         return model.generate(*args, **kwargs)
 

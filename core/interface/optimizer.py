@@ -14,14 +14,11 @@ from core.optimizer.step.scaled_backward import scale_loss
 
 
 class OptimizerWrapper:
-    """Wrapper with a torch optimizer, or another wrapper, as `optim`.
+    """Wrapper with a torch optimizer, or another wrapper, as ``optim``.
 
-    Parameter groups are the inner optimizer's objects, so a scheduler created before `boost` keeps working; after
-    `boost`, create one with `unwrap()`. A plugin overrides `clip_grad_by_norm` and `agree_on_overflow` if a rank has
-    only a part of each gradient, and `inner_state` and `load_inner_state` if the state is not torch's.
-
-    Args:
-        optim: The wrapped optimizer.
+    Parameter groups are the inner optimizer's objects, so a scheduler created before ``boost`` keeps working; after
+    ``boost``, create one with ``unwrap()``. A plugin overrides ``clip_grad_by_norm`` and ``agree_on_overflow`` if a
+    rank has only a part of each gradient, and ``inner_state`` and ``load_inner_state`` if the state is not torch's.
     """
 
     scaler: LossScaler | None = None  # the loss scale, for fp16
@@ -64,12 +61,12 @@ class OptimizerWrapper:
         self.optim.zero_grad(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
-        """Accumulate the gradient of `loss`.
+        """Accumulate the gradient of ``loss``.
 
         Args:
-            loss: Scalar loss.
-            inputs: See torch.Tensor.backward.
-            retain_graph: See torch.Tensor.backward.
+            loss (Tensor): Scalar loss.
+            inputs (Any, optional): See torch.Tensor.backward.
+            retain_graph (bool, optional): See torch.Tensor.backward.
             kwargs: Further arguments of the inner backward.
         """
         if isinstance(self.optim, OptimizerWrapper):
@@ -83,10 +80,10 @@ class OptimizerWrapper:
         """Run backward from a gradient, for example from the next pipeline stage. It is never scaled.
 
         Args:
-            tensor: Output to differentiate.
-            grad: Its gradient.
-            inputs: See torch.autograd.backward.
-            retain_graph: See torch.autograd.backward.
+            tensor (Tensor): Output to differentiate.
+            grad (Tensor): Gradient of the output.
+            inputs (Any, optional): See torch.autograd.backward.
+            retain_graph (bool, optional): See torch.autograd.backward.
         """
         if isinstance(self.optim, OptimizerWrapper):
             self.optim.backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
@@ -105,7 +102,7 @@ class OptimizerWrapper:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Scale the full gradient so that its norm is at most `max_norm`.
+        """Scale the full gradient so that its norm is at most ``max_norm``.
 
         Args:
             max_norm: Maximum norm, positive (0 would zero every gradient; to disable clipping, do not call this).
@@ -118,8 +115,8 @@ class OptimizerWrapper:
             The norm before clipping.
 
         Raises:
-            ValueError: If `max_norm` is not positive.
-            RuntimeError: If the norm is not finite and `error_if_nonfinite` is True.
+            ValueError: If ``max_norm`` is not positive.
+            RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is ``True``.
         """
         check_max_norm(max_norm)
         if isinstance(self.optim, OptimizerWrapper):
@@ -130,9 +127,7 @@ class OptimizerWrapper:
         return norm
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float | None:
-        """Return the norm from the last clipping: of the full, unscaled gradient, before clipping. None before the
-        first.
-        """
+        """Return the norm of the full, unscaled gradient before the last clipping, or ``None`` before the first."""
         return self._grad_norm
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,11 +136,11 @@ class OptimizerWrapper:
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last `step` was skipped because a gradient overflowed."""
+        """True if the last ``step`` was skipped because a gradient overflowed."""
         return bool(getattr(self.unwrap(), "step_was_skipped", False))
 
     def record_step(self, *, skipped: bool) -> None:
-        """Set `step_was_skipped` on the torch optimizer, because LR schedulers keep a reference to it."""
+        """Set ``step_was_skipped`` on the torch optimizer, because LR schedulers keep a reference to it."""
         self.unwrap().step_was_skipped = skipped
 
     # -- scaled losses --------------------------------------------------------------------------------------------
@@ -164,18 +159,18 @@ class OptimizerWrapper:
         raise NotImplementedError(f"{type(self).__name__} has no loss scale; unscale_grad is for fp16 mixed precision")
 
     def agree_on_overflow(self, found: bool) -> bool:
-        """Return True if any rank with a part of the gradient found inf or NaN. Here each rank has all of it."""
+        """Return ``True`` if any rank with a part of the gradient found Inf or NaN. Here each rank has all of it."""
         return self.optim.agree_on_overflow(found) if isinstance(self.optim, OptimizerWrapper) else found
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with `loss_scaler` for fp16."""
+        """Return the optimizer's state, with ``loss_scaler`` for fp16."""
         scale = {} if self.scaler is None else {"loss_scaler": self.scaler.state_dict()}
         return {**self.inner_state(), **scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`. Without `loss_scaler` in it, the scale is unchanged."""
+        """Restore a state from ``state_dict``. Without ``loss_scaler`` in it, the scale is unchanged."""
         inner = dict(state_dict)
         scale = None if self.scaler is None else inner.pop("loss_scaler", None)
         self.load_inner_state(inner)
@@ -188,7 +183,7 @@ class OptimizerWrapper:
         return state
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state from `inner_state`."""
+        """Restore a state from ``inner_state``."""
         self.optim.load_state_dict(state_dict)
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -197,12 +192,12 @@ class OptimizerWrapper:
 
 
 def is_number(value: Any) -> bool:
-    """True if the value can be compared with a number, as a tensor of one element can."""
+    """Return ``True`` if the value can be compared with a number, as a tensor of one element can."""
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def check_max_norm(max_norm: float) -> None:
-    """Raise ValueError unless `max_norm` is a positive number."""
+    """Raise ValueError unless ``max_norm`` is a positive number."""
     if not is_number(max_norm) or not max_norm > 0:
         raise ValueError(
             f"max_norm is {max_norm!r}; it must be a positive number (0 would make every gradient 0). To train without "
@@ -211,6 +206,6 @@ def check_max_norm(max_norm: float) -> None:
 
 
 def check_clip_value(clip_value: float) -> None:
-    """Raise ValueError unless `clip_value` is a positive number."""
+    """Raise ValueError unless ``clip_value`` is a positive number."""
     if not is_number(clip_value) or not clip_value > 0:
         raise ValueError(f"clip_value is {clip_value!r}; it must be a positive number")

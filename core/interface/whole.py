@@ -1,4 +1,6 @@
-"""Program events for `python -m core verify`: a model before sharding, the loss of a microbatch, the start of ranks."""
+"""Program events for ``python -m core verify``: a model before sharding, the loss of a microbatch, the start of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,18 @@ def about_to_start_ranks() -> None:
 
 
 def note(loss_fn: Callable[..., Any], *arguments: Any, per_token: bool = False) -> None:
-    """Report a microbatch's loss, if the model's forward does not return it. Does nothing without the command.
+    """Report a microbatch's loss to ``python -m core verify``, if the model's forward does not return it.
 
-    Call it once for each microbatch, on every rank, before its backward.
+    Without the command it is a no-op. Call it once for each microbatch, on every rank, before its backward.
 
         verify.note(mean_loss, inputs, targets)
         (mean_loss(model, inputs, targets) / microbatches).backward()
 
     Args:
-        loss_fn: Called as loss_fn(model, *arguments) with the unsharded model. Returns the mean loss of the microbatch,
-            not divided by the number of microbatches.
-        arguments: Further arguments of `loss_fn`.
-        per_token: True if `loss_fn` returns the summed loss and the number of tokens.
+        loss_fn (Callable[..., Any]): Called as loss_fn(model, *arguments) with the unsharded model. Returns the mean
+            loss of the microbatch, not divided by the number of microbatches.
+        arguments: Further arguments of ``loss_fn``.
+        per_token (bool, optional): True if ``loss_fn`` returns the summed loss and the number of tokens.
     """
     for listen in NOTES:
         listen(loss_fn, arguments, per_token)

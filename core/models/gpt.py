@@ -1,4 +1,4 @@
-"""GPT model: embeddings, layers, and logits or the loss of each token."""
+"""GPT model: embeddings, layers, and logits or per-token losses."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ class GPTModel(nn.Module):
         loss = model(tokens, labels=labels).mean()
 
     Args:
-        config: Configuration of the model.
-        pg_collection: Process groups. Defaults to those of `parallel_state`. Without any, this rank has the full model.
-        pre_process: True if this stage has the embeddings.
-        post_process: True if this stage computes the logits.
-        layer_numbers: Layers of this stage, counted over the full model. Defaults to all.
-        tied_weight: Word embedding of another chunk on this rank. A last stage without embeddings uses it for the
-            logits instead of a copy.
+        config (TransformerConfig): Model configuration.
+        pg_collection (ProcessGroups, optional): Process groups. Defaults to those of ``parallel_state``. Without any,
+            this rank has the full model.
+        pre_process (bool, optional): True if this stage has the embeddings.
+        post_process (bool, optional): True if this stage computes the logits.
+        layer_numbers (Sequence[int], optional): Layers of this stage, counted over the full model. Defaults to all.
+        tied_weight (Parameter, optional): Word embedding of another chunk on this rank. A last stage without embeddings
+            uses it for the logits instead of a copy.
 
     Raises:
-        ValueError: If the config is for other group sizes, or for a pipeline that this model is no stage of.
+        ValueError: If the config is for other group sizes, or for a pipeline that this model is not a stage of.
     """
 
     def __init__(
@@ -102,9 +103,7 @@ class GPTModel(nn.Module):
             weight.shared = self.post_process  # type: ignore[union-attr]  # the copy: norms count the first stage's
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
-        """Return the word embedding's weight if this stage has it, else the output layer's; None on intermediate
-        stages.
-        """
+        """Return the word embedding's weight if this stage has it, else the output layer's, or ``None``."""
         if self.pre_process:
             return self.embedding.word_embeddings.weight
         if self.borrowed_weights:
@@ -123,21 +122,21 @@ class GPTModel(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Compute the loss of each token if labels are given, else logits.
+        """Compute per-token losses if labels are given, else logits.
 
-        Collective over the tensor- and context-parallel groups. Logits of padding columns (beyond vocab_size, on the
-        last ranks) come from zero rows, and the loss ignores them.
+        This is a collective over the tensor- and context-parallel groups. Logits of padding columns (beyond vocab_size,
+        on the last ranks) come from zero rows, and the loss ignores them.
 
         Args:
-            input_ids: [b, s], the same on all ranks of a tensor-parallel group. Under context parallelism s is this
-                rank's part of the sequence, from get_batch_on_this_cp_rank.
-            labels: [b, s], as `input_ids`.
-            position_ids: [b, s]. Defaults to positions counted from 0 through the sequence.
-            document_ids: [b, s], one number per token; a token sees only itself and earlier tokens with the same
-                number. If one rank passes position_ids or document_ids, all ranks must.
+            input_ids (Tensor): [b, s], the same on all ranks of a tensor-parallel group. Under context parallelism s is
+                this rank's part of the sequence, from get_batch_on_this_cp_rank.
+            labels (Tensor, optional): [b, s], like ``input_ids``.
+            position_ids (Tensor, optional): [b, s]. Defaults to positions counted from 0 through the sequence.
+            document_ids (Tensor, optional): [b, s], one number per token. A token only sees itself and earlier tokens
+                with the same number. If one rank passes position_ids or document_ids, all ranks must.
 
         Returns:
-            Losses [b, s], or logits [s, b, padded vocab / tp]; hidden states before the last stage.
+            Losses [b, s], or logits [s, b, padded vocab / tp], or hidden states before the last stage.
         """
         packed = pack_tokens(document_ids, position_ids, self.cp_group)
         if self.pre_process:

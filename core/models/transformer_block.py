@@ -18,11 +18,11 @@ class TransformerBlock(nn.Module):
     """Transformer layers of one stage, and the final norm on the last stage.
 
     Args:
-        config: Configuration of the model.
-        layer_numbers: Layers, counted from 0 over all stages. Defaults to all.
-        post_process: True on the last stage.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        name: Path of the module in the full model, which seeds its weights.
+        config (TransformerConfig): Model configuration.
+        layer_numbers (Sequence[int]): Layers, counted from 0 over all stages. Defaults to all.
+        post_process (bool): True on the last stage.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
+        name (str): Module path in the full model, which seeds its weights.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class TransformerBlock(nn.Module):
         """Apply all layers.
 
         Args:
-            hidden: [s, b, hidden], with the sequence split under sequence and context parallelism.
-            packed: Documents of the tokens, if they are packed.
+            hidden (Tensor): [s, b, hidden], with the sequence split under sequence and context parallelism.
+            packed (PackedTokens, optional): Documents of the tokens, if they are packed.
         """
         for position, layer in enumerate(self.layers):
             if position < self.num_full_recompute and self.training:

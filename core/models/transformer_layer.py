@@ -22,15 +22,15 @@ from core.transformer.transformer_config import TransformerConfig
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Input and output: [s, b, hidden], with the sequence split under sequence parallelism.
+    Input and output have shape [s, b, hidden], with the sequence split under sequence parallelism.
 
     Args:
-        config: Configuration of the model.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        name: Path of the module in the full model, which seeds its weights.
-        recompute_attention: Same as 'core_attn' in `recompute_modules`.
-        number: Layer number, counted from 0 over the full model; it decides if experts replace the MLP.
-        recompute_modules: Parts that backward recomputes, named as in TransformerConfig.
+        config (TransformerConfig): Model configuration.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
+        name (str): Module path in the full model, which seeds its weights.
+        recompute_attention (bool): Same as 'core_attn' in ``recompute_modules``.
+        number (int): Layer index in the full model, which decides if experts replace the MLP.
+        recompute_modules (Collection[str]): Parts that backward recomputes, named as in TransformerConfig.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class TransformerLayer(nn.Module):
         """Compute the next hidden state.
 
         Args:
-            hidden: [s, b, hidden].
-            packed: Documents and positions of the tokens, if they are not one sequence each.
+            hidden (Tensor): [s, b, hidden].
+            packed (PackedTokens, optional): Documents and positions of the tokens, if they are not one sequence each.
         """
         normed = self.input_layernorm(hidden)
         output = run_unsaved(self.self_attention, normed, packed)

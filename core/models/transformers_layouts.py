@@ -1,4 +1,4 @@
-"""Conversion of our GPT's weights to and from Hugging Face transformers: pure renaming, splitting and joining.
+"""Conversion of GPTModel's weights to and from Hugging Face transformers by renaming, splitting and joining.
 
 The options of a full GPT determine one of three layouts of transformers:
 
@@ -6,7 +6,7 @@ The options of a full GPT determine one of three layouts of transformers:
     llama    RMSNorm, swiglu, rotary positions
     arcee    RMSNorm, gelu, rotary positions: Llama with an MLP without a gate
 
-Options without a counterpart are rejected by name. Nothing of transformers is imported: its configuration is a
+Options without a counterpart are rejected by name. Nothing is imported from transformers, whose configuration is a
 dictionary with the content of config.json.
 """
 
@@ -30,7 +30,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 @dataclass(frozen=True)
 class NamePair:
-    """One of our tensors, their tensors with the same numbers, and the conversion in both directions."""
+    """A tensor of GPTModel, the transformers tensors with the same numbers, and the conversion in both directions."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -39,11 +39,7 @@ class NamePair:
 
 
 def layout_of(config: TransformerConfig) -> str:
-    """Return the layout of a configuration: 'gpt2', 'llama' or 'arcee'.
-
-    Raises:
-        ValueError: If no layout supports an option. The message names it.
-    """
+    """Return the layout of a configuration: 'gpt2', 'llama' or 'arcee'. Raises ValueError for an unsupported option."""
     if config.num_moe_experts is not None:
         raise ValueError(f"num_moe_experts is {config.num_moe_experts}; experts have no counterpart in these layouts")
     if config.qk_layernorm:
@@ -116,10 +112,9 @@ def config_for_transformers(config: TransformerConfig) -> dict[str, Any]:
 
 
 def config_from_transformers(theirs: Mapping[str, Any]) -> TransformerConfig:
-    """Convert the content of a config.json to our configuration.
+    """Convert the content of a config.json to a TransformerConfig.
 
-    Raises:
-        ValueError: If our GPT does not support an entry. The message names it.
+    Raises ValueError, naming the entry, if GPTModel does not support one.
     """
     layout = theirs.get("model_type")
     if layout not in LAYOUTS:
@@ -183,14 +178,9 @@ def _expect(theirs: Mapping[str, Any], **wanted: Any) -> None:
 
 
 def to_transformers(config: TransformerConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert our state_dict to theirs.
+    """Convert the state_dict of a full GPTModel to transformers.
 
-    Args:
-        config: Configuration of the model.
-        state: state_dict of a full GPT.
-
-    Raises:
-        ValueError: If `state` has other names than a full GPT of this configuration.
+    Raises ValueError if ``state`` has other names than a full GPT of this configuration.
     """
     entries = list(_entries(config))
     _same_names({entry.ours for entry in entries}, state)
@@ -202,15 +192,7 @@ def to_transformers(config: TransformerConfig, state: Mapping[str, Tensor]) -> d
 
 
 def from_transformers(config: TransformerConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert their state_dict to ours.
-
-    Args:
-        config: Configuration of the model.
-        theirs: state_dict of a transformers model.
-
-    Raises:
-        ValueError: If `theirs` has other names than such a model.
-    """
+    """Convert the state_dict of a transformers model to GPTModel. Raises ValueError if it has other names."""
     entries = list(_entries(config))
     names = {name for entry in entries for name in entry.theirs}
     ignored = {HEAD} if config.share_embeddings_and_output_weights else set()
@@ -220,7 +202,7 @@ def from_transformers(config: TransformerConfig, theirs: Mapping[str, Tensor]) -
 
 
 def paths_of(config: TransformerConfig) -> dict[str, str]:
-    """Map the names of our modules to their modules with the same output, except mixed projections."""
+    """Map the names of GPTModel's modules to transformers modules with the same output, except mixed projections."""
     found = {}
     for entry in _entries(config):
         ours, (theirs, *more) = entry.ours, entry.theirs

@@ -1,4 +1,4 @@
-"""Auxiliary loss: added in backward only, through the gradient of an activation."""
+"""Auxiliary loss that is only added in backward, through the gradient of an activation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
     """Autograd function that passes an activation through and starts the gradient of an auxiliary loss in backward.
 
     The auxiliary loss is in no sum, so it needs the same gradient scale as the main loss. With n microbatches, each
-    divided by n, call `MoEAuxLossAutoScaler.set_loss_scale(1 / n)`; with a loss scaler, multiply by its scale. The
+    divided by n, call ``MoEAuxLossAutoScaler.set_loss_scale(1 / n)``; with a loss scaler, multiply by its scale. The
     scale is read in backward and is 1 by default.
     """
 
@@ -33,10 +33,8 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
     @staticmethod
     def set_loss_scale(scale: float | Tensor) -> None:
-        """Set the gradient of auxiliary losses for all following backward passes.
-
-        Args:
-            scale: Gradient of the main loss.
+        """Set the gradient of auxiliary losses, equal to the main loss's gradient, for all following backward
+        passes.
         """
         MoEAuxLossAutoScaler.main_loss_backward_scale = scale
 
@@ -46,7 +44,7 @@ def auxiliary_loss_scale(scale: float | Tensor) -> Iterator[None]:
     """Set the gradient of auxiliary losses for backward passes inside the block.
 
     Args:
-        scale: Gradient of the main loss: 1 / microbatches, multiplied by any loss scale.
+        scale (float | Tensor): Gradient of the main loss: 1 / microbatches, multiplied by any loss scale.
     """
     before = MoEAuxLossAutoScaler.main_loss_backward_scale
     MoEAuxLossAutoScaler.set_loss_scale(scale)

@@ -23,7 +23,7 @@ from core.watch.waiting import waiting
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all of rows: `send[i]` rows to rank i, `receive[i]` rows from it. Backward reverses it."""
+    """All-to-all of rows: ``send[i]`` rows to rank i, ``receive[i]`` rows from it. Backward reverses it."""
 
     @staticmethod
     def forward(
@@ -43,18 +43,10 @@ class _AllToAll(torch.autograd.Function):
 def all_to_all_rows(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Exchange rows between the ranks of a group.
+    """Exchange rows between the ranks of a group. Collective over the group.
 
-    Collective: all ranks of the group must call it.
-
-    Args:
-        rows: [sum(send), ...], sorted by destination rank.
-        send: Number of rows to each rank.
-        receive: Number of rows from each rank: `receive[i]` equals rank i's `send` entry for this rank.
-        group: Process group.
-
-    Returns:
-        [sum(receive), ...], sorted by source rank.
+    ``rows`` are sorted by destination rank, [sum(send), ...], and the result by source rank, [sum(receive), ...].
+    ``receive[i]`` must equal rank i's ``send`` entry for this rank.
     """
     if group is None or group_size(group) == 1:
         return rows
@@ -63,17 +55,9 @@ def all_to_all_rows(
 
 
 def gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """All-gather rows; backward sums the ranks' gradients, because each rank uses the rows differently.
+    """All-gather rows. Backward sums the ranks' gradients, because each rank uses the rows differently. Collective.
 
-    Collective: all ranks of the group must call it.
-
-    Args:
-        rows: [counts[rank], ...].
-        counts: Number of rows of each rank.
-        group: Process group.
-
-    Returns:
-        [sum(counts), ...], in rank order.
+    ``rows`` has shape [counts[rank], ...], and the result [sum(counts), ...] in rank order.
     """
     size = group_size(group)
     if group is None or size == 1 or not any(counts):
@@ -84,17 +68,9 @@ def gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | 
 
 
 def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Sum rows over the ranks and keep this rank's part. The dual of `gather_rows`.
+    """Sum rows [sum(counts), ...] over the ranks and return this rank's [counts[rank], ...]. Collective.
 
-    Collective: all ranks of the group must call it.
-
-    Args:
-        rows: [sum(counts), ...].
-        counts: Number of rows of each rank.
-        group: Process group.
-
-    Returns:
-        [counts[rank], ...].
+    This is the dual of ``gather_rows``.
     """
     size = group_size(group)
     if group is None or size == 1 or not any(counts):

@@ -20,18 +20,18 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class Experts(nn.Module):
-    """Experts of one rank.
+    """Experts of one rank, as MLPs with stacked weights.
 
     Rank r of 'ep' has experts r * n to (r + 1) * n - 1, each split over 'expt_tp'. Shapes: weight1 [n, parts * ffn /
     expt_tp, hidden], weight2 [n, hidden, ffn / expt_tp], with parts = 2 for SwiGLU. All parameters have
-    `allreduce=False`: their gradient already covers the tokens of all 'ep' ranks, and is reduced over 'expt_dp' only.
+    ``allreduce=False``, because their gradient already covers the tokens of all 'ep' ranks and is only reduced over
+    'expt_dp'.
 
     Args:
-        config: Configuration with `num_moe_experts`.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        name: Path of the module in the full model. With the expert's number it seeds the weights, equally in every
-            layout.
-        recompute_activation: See `core.transformer.MLP`.
+        config: Configuration with ``num_moe_experts``.
+        pg_collection: Process groups. Defaults to those of ``parallel_state``, if initialized.
+        name: Module path in the full model. With the expert's number it seeds the weights, equally in every layout.
+        recompute_activation: See ``core.transformer.MLP``.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Experts(nn.Module):
         An expert without tokens also runs, so its gradient is zero instead of missing.
 
         Args:
-            tokens: [tokens, hidden], sorted by expert.
-            tokens_per_expert: Number of tokens of each local expert.
+            tokens (Tensor): [tokens, hidden], sorted by expert.
+            tokens_per_expert (Sequence[int]): Number of tokens of each local expert.
 
         Returns:
-            [tokens, hidden], this rank's part of a sum over 'expt_tp'.
+            Tensor of shape [tokens, hidden], this rank's part of a sum over 'expt_tp'.
         """
         if self._can_group(tokens):
             return self._run_grouped(tokens, tokens_per_expert)
@@ -130,7 +130,7 @@ class Experts(nn.Module):
         return self._add_bias2(output, repeats)
 
     def _down(self, wide: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply the activation and the second product."""
+        """Apply the activation and the second matmul."""
         again = self.recompute_activation and self.training
         active = computed_again(self.activation, wide) if again else self.activation(wide)
         return run_unsaved(product, active)
@@ -146,7 +146,7 @@ class Experts(nn.Module):
         return torch.tensor(tokens_per_expert, device=tokens.device)
 
     def _can_group(self, tokens: Tensor) -> bool:
-        """True if torch has a grouped kernel for these tokens.
+        """Return ``True`` if torch has a grouped kernel for these tokens.
 
         It needs rows of a multiple of 16 bytes, at least one token, and on a GPU bf16 since Ampere.
         """

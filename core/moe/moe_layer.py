@@ -22,17 +22,17 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class MoELayer(nn.Module):
-    """Router, experts and token dispatch of one layer.
+    """Mixture-of-experts layer with a router, experts and token dispatch.
 
-    Input and output: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism. Inside, every rank has
-    different tokens: a sequence that is not yet split over tensor parallelism is split here. So the experts'
-    parallelism is independent of tp: any expt_tp * ep that divides the ranks of a stage works.
+    Input and output have shape [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism. Inside, every rank
+    has different tokens: a sequence that is not yet split over tensor parallelism is split here. The experts'
+    parallelism is therefore independent of tp, and any expt_tp * ep that divides the ranks of a stage works.
 
     Args:
-        config: Configuration with `num_moe_experts`.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        name: Path of the module in the full model, which seeds the weights.
-        recompute_modules: Parts that backward recomputes, of `shared_experts` and `moe_act`.
+        config (TransformerConfig): Configuration with ``num_moe_experts``.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
+        name (str): Module path in the full model, which seeds the weights.
+        recompute_modules (Collection[str]): Parts that backward recomputes, from ``shared_experts`` and ``moe_act``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MoELayer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Combine each token's expert outputs, weighted by the router's probabilities.
 
-        Collective over tp, and over the ranks that share the experts.
+        This is a collective over tp, and over the ranks that share the experts.
         """
         shared = None if self.shared_experts is None else self._shared(self.shared_experts, hidden)
         if self.splits_over is not None:

@@ -27,14 +27,14 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class TopKRouter(nn.Module):
     """Router that maps tokens [tokens, hidden] to probabilities and choices [tokens, experts].
 
-    See `core.moe.routing` for the choice. The tensor-parallel ranks route different tokens, so the gradient of the
-    weight is partial there. After a forward, `losses` has this rank's part of the auxiliary losses by name, multiplied
-    by their coefficients. The sum over the ranks of 'tp_cp' is the loss of their data rank.
+    See ``core.moe.routing`` for the choice. The tensor-parallel ranks route different tokens, so the gradient of the
+    weight is partial there. After a forward, ``losses`` has this rank's part of the auxiliary losses by name,
+    multiplied by their coefficients. The sum over the ranks of 'tp_cp' is the loss of their data rank.
 
     Args:
-        config: Configuration with `num_moe_experts`.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        name: Path of the module in the full model, which seeds the weight.
+        config (TransformerConfig): Configuration with ``num_moe_experts``.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
+        name (str): Module path in the full model, which seeds the weight.
     """
 
     expert_bias: Tensor | None
@@ -69,13 +69,11 @@ class TopKRouter(nn.Module):
         self.losses: dict[str, Tensor] = {}
 
     def forward(self, tokens: Tensor, sequences: int = 1) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each token.
-
-        Collective over the ranks that balance their load together.
+        """Choose the experts of each token. Collective over the ranks that balance their load together.
 
         Args:
-            tokens: [positions * sequences, hidden].
-            sequences: Number of sequences among the tokens.
+            tokens (Tensor): [positions * sequences, hidden].
+            sequences (int, optional): Number of sequences among the tokens.
 
         Returns:
             Probabilities and choices, [tokens, experts] each.
@@ -150,7 +148,7 @@ class TopKRouter(nn.Module):
 
 
 def _count(probs: Tensor, total: Tensor, counts: Tensor) -> Tensor:
-    """Return `probs`, and add `counts` to `total` once, in backward.
+    """Return ``probs``, and add ``counts`` to ``total`` once, in backward.
 
     A checkpoint runs the forward twice (with gradients enabled both times if it is not reentrant), but backward only
     once. If no gradient is needed so far, the counts are added immediately.

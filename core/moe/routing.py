@@ -20,21 +20,11 @@ def choose(
     expert_bias: Tensor | None = None,
     scaling_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the `topk` experts of each token.
+    """Choose the ``topk`` experts of each token from logits [tokens, experts]. Return probabilities and choices.
 
-    The bias (DeepSeek-V3, arXiv:2412.19437, section 2.1.2) affects only the choice. The weight of an expert is its
-    unbiased score, so the bias needs no gradient.
-
-    Args:
-        logits: [tokens, experts].
-        topk: Experts per token.
-        score_function: 'softmax' or 'sigmoid'.
-        pre_softmax: Apply softmax over all experts before the choice, instead of over the chosen ones after it.
-        expert_bias: [experts], added to sigmoid scores for the choice.
-        scaling_factor: Multiplied with the probabilities.
-
-    Returns:
-        Probabilities and choices, [tokens, experts] each.
+    ``expert_bias`` [experts] (DeepSeek-V3, arXiv:2412.19437, section 2.1.2) is added to sigmoid scores for the choice
+    only. The weight of an expert is its unbiased score, so the bias needs no gradient. ``pre_softmax`` applies softmax
+    over all experts before the choice, instead of over the chosen ones after it.
     """
     if score_function == "sigmoid":
         scores = torch.sigmoid(logits)
@@ -64,30 +54,15 @@ def balance_scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def expert_capacity(tokens: int, topk: int, experts: int, factor: float) -> int:
-    """Return the maximum number of tokens that an expert accepts from one rank.
-
-    Args:
-        tokens: Tokens of the rank.
-        topk: Experts per token.
-        experts: Number of experts.
-        factor: Capacity as a multiple of an even share.
-    """
+    """Return the maximum number of tokens that an expert accepts from one rank: ``factor`` times an even share."""
     return math.ceil(tokens * topk / experts * factor)
 
 
 def drop_overflow(probs: Tensor, choices: Tensor, capacity: int, policy: str) -> tuple[Tensor, Tensor]:
-    """Keep at most `capacity` choices of each expert.
+    """Keep at most ``capacity`` choices of each expert, and return the remaining probabilities and choices.
 
-    A dropped choice contributes nothing; the other weights of the token are unchanged.
-
-    Args:
-        probs: [tokens, experts].
-        choices: [tokens, experts].
-        capacity: Maximum number of tokens of an expert.
-        policy: 'position' keeps the first tokens; otherwise the most probable choices are kept.
-
-    Returns:
-        Probabilities and choices without the dropped ones.
+    Policy 'position' keeps the first tokens; otherwise the most probable choices are kept. A dropped choice contributes
+    nothing, and the other weights of the token are unchanged.
     """
     if capacity >= choices.shape[0]:
         return probs, choices
@@ -101,13 +76,11 @@ def drop_overflow(probs: Tensor, choices: Tensor, capacity: int, policy: str) ->
 
 
 def load_balancing_loss(score_sums: Tensor, tokens: int, counts: Tensor) -> Tensor:
-    """Compute Switch Transformer's loss (arXiv:2101.03961, equation 4) for each row of [..., experts].
-
-    It is 1 for an even load.
+    """Compute Switch Transformer's loss (arXiv:2101.03961, equation 4) per row of [..., experts]. 1 for an even load.
 
     Args:
-        score_sums: `balance_scores` summed over this rank's tokens.
-        tokens: Number of tokens on all ranks that share the loss; their values sum to it.
+        score_sums: ``balance_scores`` summed over this rank's tokens.
+        tokens: Number of tokens on all ranks that share the loss. Their values sum to it.
         counts: Choices of each expert over everything that the load is measured on, without a gradient.
     """
     share = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -117,8 +90,6 @@ def load_balancing_loss(score_sums: Tensor, tokens: int, counts: Tensor) -> Tens
 def z_loss(logits: Tensor, tokens: int) -> Tensor:
     """Compute this rank's part of the mean squared log-sum-exp (ST-MoE, arXiv:2202.08906, equation 5).
 
-    Args:
-        logits: [tokens, experts] of this rank.
-        tokens: Number of tokens on all ranks that share the loss.
+    ``tokens`` is the number of tokens on all ranks that share the loss.
     """
     return torch.logsumexp(logits, dim=-1).square().sum() / max(tokens, 1)

@@ -18,13 +18,13 @@ from core.transformer.transformer_config import TransformerConfig
 class SharedExpert(nn.Module):
     """Dense MLP split over tensor parallelism, with an optional sigmoid gate per token.
 
-    Under sequence parallelism a rank's gate sees only its own positions, so its gradient is partial.
+    Under sequence parallelism a rank's gate only sees its own positions, so its gradient is partial.
 
     Args:
-        config: Configuration with `moe_shared_expert_intermediate_size`.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        name: Path of the module in the full model, which seeds the weights.
-        recompute_activation: See `core.transformer.MLP`.
+        config (TransformerConfig): Configuration with ``moe_shared_expert_intermediate_size``.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
+        name (str): Module path in the full model, which seeds the weights.
+        recompute_activation (bool): See ``core.transformer.MLP``.
     """
 
     def __init__(

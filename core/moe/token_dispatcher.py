@@ -41,15 +41,10 @@ class HostCounts:
         return choices.t().nonzero(as_tuple=True)
 
     def lists(self, counts: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Convert the counts to lists of row numbers, with one device synchronization.
+        """Convert counts [2 + expt_tp, ep, local experts] to lists of row numbers, with one device synchronization.
 
-        Args:
-            counts: [2 + expt_tp, ep, local experts]: rows that leave, rows that arrive, and rows on each rank of
-                'expt_tp'.
-
-        Returns:
-            Rows sent to each rank of 'ep', rows received from each rank of 'ep', rows of each rank of 'expt_tp', and
-            rows of each local expert.
+        The counts are rows that leave, rows that arrive, and rows on each rank of 'expt_tp'. Return the rows sent to
+        and received from each rank of 'ep', the rows of each rank of 'expt_tp', and the rows of each local expert.
         """
         counts = counts.cpu()  # the one wait for the device; sizes are the host's
         sent, received, shared = counts[0].sum(dim=1), counts[1].sum(dim=1), counts[2:]
@@ -70,11 +65,11 @@ HOST_COUNTS = HostCounts()  # the planner, whose tensors have no values, replace
 
 
 class AllToAllTokenDispatcher:
-    """Dispatcher that sends each token to its experts' ranks over 'ep'; the ranks of 'expt_tp' then share their rows.
+    """Dispatcher that sends each token to its experts' ranks over 'ep'. The ranks of 'expt_tp' then share their rows.
 
     Args:
-        num_experts: Experts over all ranks.
-        groups: Process groups with 'ep' and 'expt_tp'.
+        num_experts (int): Number of experts over all ranks.
+        groups (ProcessGroups): Process groups with 'ep' and 'expt_tp'.
     """
 
     def __init__(self, num_experts: int, groups: ProcessGroups) -> None:
@@ -87,9 +82,9 @@ class AllToAllTokenDispatcher:
         """Send tokens to the ranks of their experts. Collective over 'ep' and 'expt_tp'.
 
         Args:
-            hidden: [tokens, hidden].
-            probs: The router's probabilities, [tokens, experts].
-            choices: The router's choices, [tokens, experts].
+            hidden (Tensor): [tokens, hidden].
+            probs (Tensor): The router's probabilities, [tokens, experts].
+            choices (Tensor): The router's choices, [tokens, experts].
         """
         local = self.num_experts // self.ep_size
         expert_of_row, token_of_row = HOST_COUNTS.rows(choices)  # sorted by expert, so by rank too
@@ -117,14 +112,9 @@ class AllToAllTokenDispatcher:
         )
 
     def combine(self, output: Tensor, way: Dispatched) -> Tensor:
-        """Return the experts' output to the tokens. Collective over 'expt_tp' and 'ep'.
+        """Return the experts' output, [rows, hidden] sorted by local expert, to the tokens, [tokens, hidden].
 
-        Args:
-            output: [rows, hidden], sorted by local expert.
-            way: Result of `dispatch`.
-
-        Returns:
-            [tokens, hidden].
+        ``way`` is the result of ``dispatch``. Collective over 'expt_tp' and 'ep'.
         """
         assert way.order is not None, "combine got the way of another dispatcher"
         rows = output.index_select(0, way.order.argsort())
@@ -134,11 +124,11 @@ class AllToAllTokenDispatcher:
 
 
 class AllGatherTokenDispatcher:
-    """Dispatcher that gathers all tokens over 'tp_ep'; each rank runs its experts, and the outputs are summed.
+    """Dispatcher that gathers all tokens over 'tp_ep'. Each rank runs its experts, and the outputs are summed.
 
     Args:
-        num_experts: Experts over all ranks.
-        groups: Process groups with 'ep', 'expt_tp' and 'tp_ep'.
+        num_experts (int): Number of experts over all ranks.
+        groups (ProcessGroups): Process groups with 'ep', 'expt_tp' and 'tp_ep'.
     """
 
     def __init__(self, num_experts: int, groups: ProcessGroups) -> None:
@@ -151,9 +141,9 @@ class AllGatherTokenDispatcher:
         """Gather all tokens and select the rows of this rank's experts. Collective over 'tp_ep'.
 
         Args:
-            hidden: [tokens, hidden].
-            probs: The router's probabilities, [tokens, experts].
-            choices: The router's choices, [tokens, experts].
+            hidden (Tensor): [tokens, hidden].
+            probs (Tensor): The router's probabilities, [tokens, experts].
+            choices (Tensor): The router's choices, [tokens, experts].
         """
         rows_of_ranks = [hidden.shape[0]]
         if self.group is not None:
@@ -173,14 +163,9 @@ class AllGatherTokenDispatcher:
         )
 
     def combine(self, output: Tensor, way: Dispatched) -> Tensor:
-        """Return the experts' output to the tokens. Collective over 'tp_ep'.
+        """Return the experts' output, [rows, hidden] sorted by local expert, to the tokens, [tokens, hidden].
 
-        Args:
-            output: [rows, hidden], sorted by local expert.
-            way: Result of `dispatch`.
-
-        Returns:
-            [tokens, hidden].
+        ``way`` is the result of ``dispatch``. Collective over 'tp_ep'.
         """
         return reduce_scatter_rows(_weighted_sum(output, way).to(output.dtype), way.rows_of_ranks, self.group)
 
@@ -193,13 +178,7 @@ def _weighted_sum(rows: Tensor, way: Dispatched) -> Tensor:
 def build_dispatcher(
     kind: str, num_experts: int, groups: ProcessGroups
 ) -> AllToAllTokenDispatcher | AllGatherTokenDispatcher:
-    """Create a token dispatcher.
-
-    Args:
-        kind: Value of `moe_token_dispatcher_type`.
-        num_experts: Experts over all ranks.
-        groups: Process groups.
-    """
+    """Create the dispatcher named by ``moe_token_dispatcher_type``."""
     if kind == "alltoall":
         return AllToAllTokenDispatcher(num_experts, groups)
     return AllGatherTokenDispatcher(num_experts, groups)

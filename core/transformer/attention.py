@@ -24,17 +24,17 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class SelfAttention(nn.Module):
-    """QKV projection, scaled dot-product attention, and output projection.
+    """Causal self-attention: QKV projection, scaled dot-product attention, and output projection.
 
-    Input and output: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism. A query group is one key/value
-    head with its query heads; rank r has groups / tp of them, starting at r * groups / tp. Under context parallelism s
-    is this rank's part of the sequence, and attention is the only layer that communicates with the other ranks.
+    Input and output have shape [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism. A query group is one
+    key/value head with its query heads. Rank r has groups / tp of them, starting at r * groups / tp. Under context
+    parallelism s is this rank's part of the sequence, and attention is the only layer that communicates over it.
 
     Args:
-        config: Configuration of the model.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        name: Path of the module in the full model, which seeds its weights.
-        recompute_core: Recompute attention without its projections in backward.
+        config (TransformerConfig): Model configuration.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
+        name (str): Module path in the full model, which seeds its weights.
+        recompute_core (bool): Recompute attention without its projections in backward.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class SelfAttention(nn.Module):
         """Compute causal attention, within each document if documents are packed.
 
         Args:
-            hidden: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
-            packed: Documents and positions of the tokens, if they are not one sequence each.
+            hidden (Tensor): [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
+            packed (PackedTokens, optional): Documents and positions of the tokens, if they are not one sequence each.
         """
         documents, positions = (None, None) if packed is None else (packed.documents, packed.positions)
         mixed, _ = self.linear_qkv(hidden)

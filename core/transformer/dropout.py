@@ -11,17 +11,11 @@ from core.tensor_parallel.random import DROPOUT_STREAM, SPLIT_DROPOUT_STREAM, ge
 
 
 def dropout_stream(probability: float, tp_size: int, *, is_split: bool) -> contextlib.AbstractContextManager[None]:
-    """Draw from the tensor-parallel group's dropout stream inside the block.
+    """Draw from the tensor-parallel group's dropout stream inside the block. No-op for a probability of 0.
 
-    A single rank without streams draws from torch's default one, as seeded by its user.
-
-    Args:
-        probability: Probability of dropout; nothing is done for 0.
-        tp_size: Ranks of the tensor-parallel group.
-        is_split: True if each rank of the group has a part of the activation, False if all have copies.
-
-    Raises:
-        RuntimeError: If there are several ranks and their streams were not seeded.
+    ``is_split`` means that each rank of the group has a part of the activation instead of a copy. A single rank without
+    streams draws from torch's default one, as seeded by its user. Several ranks without seeded streams raise
+    RuntimeError.
     """
     stream = SPLIT_DROPOUT_STREAM if is_split else DROPOUT_STREAM
     if probability == 0.0 or (tp_size == 1 and stream not in get_rng_tracker()):
@@ -30,15 +24,7 @@ def dropout_stream(probability: float, tp_size: int, *, is_split: bool) -> conte
 
 
 def hidden_dropout(hidden: Tensor, probability: float, *, training: bool, tp_size: int, is_split: bool) -> Tensor:
-    """Apply dropout to [s, b, hidden].
-
-    Args:
-        hidden: Activation.
-        probability: Probability of dropout.
-        training: Apply dropout only if True.
-        tp_size: Ranks of the tensor-parallel group.
-        is_split: True if the sequence is split over these ranks.
-    """
+    """Apply dropout to [s, b, hidden]. ``is_split`` means that the sequence is split over the tensor-parallel ranks."""
     if not training or probability == 0.0:
         return hidden
     with dropout_stream(probability, tp_size, is_split=is_split):

@@ -1,4 +1,4 @@
-"""ExpertConfig: fields of a model's configuration for a mixture of experts."""
+"""ExpertConfig: configuration fields for a mixture of experts."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ EXPERT_RANGES = {
 
 @dataclass
 class ExpertConfig(ModelParallelConfig):
-    """Configuration of a mixture of experts, with Megatron's field names.
+    """Configures a mixture of experts, with Megatron's field names.
 
-    Without `num_moe_experts` none of these fields is read.
+    None of these fields is read without ``num_moe_experts``.
 
     Args:
         moe_router_topk_scaling_factor: Multiplied with the probabilities of the chosen experts.
-        num_moe_experts: Experts per layer, over all ranks.
+        num_moe_experts: Number of experts per layer, over all ranks.
         moe_layer_freq: Every n-th layer has experts, starting with the first; or a list of ones and zeros, one per
             layer.
-        moe_ffn_hidden_size: Hidden size of one expert. None for the hidden size of the dense layers.
-        moe_router_topk: Experts per token.
+        moe_ffn_hidden_size: Hidden size of one expert. Defaults to the hidden size of the dense layers.
+        moe_router_topk: Number of experts per token.
         moe_router_pre_softmax: Apply softmax over all experts before top-k, instead of over the chosen ones after it.
         moe_router_score_function: 'softmax' or 'sigmoid'. 'sigmoid' scores each expert independently and normalizes the
             chosen scores to sum 1; it allows moe_router_enable_expert_bias.
-        moe_router_dtype: Dtype of the router's matrix product. None for the dtype of its input.
+        moe_router_dtype: Dtype of the router's matmul. Defaults to the dtype of its input.
         moe_router_load_balancing_type: Tokens over which the auxiliary loss measures the load. One data rank's
             microbatch ('aux_loss'), each sequence ('seq_aux_loss'), the microbatches of all data ranks
             ('global_aux_loss'), or 'none'.
         moe_aux_loss_coeff: Weight of the load-balancing loss.
         moe_z_loss_coeff: Weight of the z-loss.
         moe_expert_capacity_factor: Maximum tokens of an expert, as a multiple of its even share of a rank's tokens.
-            None for no limit.
+            Unlimited by default.
         moe_token_drop_policy: Keep the tokens with the highest probability ('probs'), or the first ones ('position').
         moe_token_dispatcher_type: 'alltoall' sends tokens to their experts, 'allgather' sends all tokens to all ranks.
         moe_shared_expert_intermediate_size: Hidden size of an MLP that processes every token.
@@ -80,7 +80,7 @@ class ExpertConfig(ModelParallelConfig):
         return self.tensor_model_parallel_size if size is None else size
 
     def is_moe_layer(self, number: int) -> bool:
-        """True if layer `number`, counted from 0, has experts."""
+        """True if layer ``number``, counted from 0, has experts."""
         if self.num_moe_experts is None:
             return False
         if isinstance(self.moe_layer_freq, int):
@@ -88,14 +88,9 @@ class ExpertConfig(ModelParallelConfig):
         return bool(self.moe_layer_freq[number])
 
     def check_experts(self, num_layers: int, ffn_size: int) -> None:
-        """Check that the experts can be built.
+        """Check that the experts can be built, given the number of layers and the hidden size of one expert.
 
-        Args:
-            num_layers: Layers of the full model.
-            ffn_size: Hidden size of one expert.
-
-        Raises:
-            ValueError: If not. The message has the arithmetic and the nearest valid values.
+        Raises ValueError with the arithmetic and the nearest valid values.
         """
         experts, ep, etp = self.num_moe_experts, self.expert_model_parallel_size, self.expert_tensor_parallel
         if experts is None:

@@ -16,16 +16,16 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Embedding of token ids [b, s] to [s, b, hidden], or to [s / tp, b, hidden] under sequence parallelism.
+    """Embeds token ids [b, s] to [s, b, hidden], or to [s / tp, b, hidden] under sequence parallelism.
 
     Under context parallelism s is this rank's part of the sequence. Under sequence parallelism the ranks' partial word
     embeddings are reduce-scattered, with half the traffic of an all-reduce. Each rank then adds its own positions, so
     the gradient of a position is on one rank and zero on the others.
 
     Args:
-        config: Configuration of the model.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        name: Path of the module in the full model, which seeds its weights.
+        config (TransformerConfig): Model configuration.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
+        name (str): Module path in the full model, which seeds its weights.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class LanguageModelEmbedding(nn.Module):
         """Embed token ids at their positions.
 
         Args:
-            input_ids: [b, s].
-            positions: [b, s]. Defaults to this rank's positions, counted from 0 through the sequence.
+            input_ids (Tensor): [b, s].
+            positions (Tensor): [b, s]. Defaults to this rank's positions, counted from 0 through the sequence.
 
         Raises:
             ValueError: If the sequence is too long for the default positions.

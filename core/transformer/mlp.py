@@ -29,15 +29,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "swiglu": sw
 
 
 class MLP(nn.Module):
-    """Up projection, activation, down projection.
+    """MLP with an up projection, an activation and a down projection.
 
     With SwiGLU (arXiv 2002.05202) the up projection computes a gate and a value.
 
     Args:
-        config: Configuration of the model.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        name: Path of the module in the full model, which seeds its weights.
-        recompute_activation: Free the output of the activation after use, and recompute it in backward.
+        config (TransformerConfig): Model configuration.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
+        name (str): Module path in the full model, which seeds its weights.
+        recompute_activation (bool): Free the output of the activation after use, and recompute it in backward.
     """
 
     def __init__(

@@ -13,13 +13,13 @@ from core.tensor_parallel.unsaved_output import computed_again
 class LayerNorm(nn.Module):
     """Layer normalization: (x - mean) / std * weight + bias.
 
-    Under sequence parallelism it sees this rank's positions only, so its gradients are partial.
+    Under sequence parallelism it only sees this rank's positions, so its gradients are partial and are summed over tp.
 
     Args:
-        config: Configuration of the model.
-        size: Size of the last dimension.
-        eps: Added to the variance.
-        recompute: Save only the input, and recompute the output in backward.
+        config (ModelParallelConfig): Model configuration.
+        size (int): Size of the last dimension.
+        eps (float, optional): Added to the variance.
+        recompute (bool, optional): Save only the input, and recompute the output in backward.
     """
 
     def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False) -> None:
@@ -43,13 +43,13 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """RMS normalization: x / root mean square * weight (arXiv 1910.07467).
 
-    Under sequence parallelism it sees this rank's positions only, so its gradient is partial.
+    Under sequence parallelism it only sees this rank's positions, so its gradient is partial and is summed over tp.
 
     Args:
-        config: Configuration of the model.
-        size: Size of the last dimension.
-        eps: Added to the mean square.
-        recompute: Save only the input, and recompute the output in backward.
+        config (ModelParallelConfig): Model configuration.
+        size (int): Size of the last dimension.
+        eps (float, optional): Added to the mean square.
+        recompute (bool, optional): Save only the input, and recompute the output in backward.
     """
 
     def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False) -> None:
@@ -70,12 +70,12 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(config: ModelParallelConfig, size: int, *, recompute: bool = False) -> nn.Module:
-    """Create the norm named by `config.normalization`.
+    """Create the norm named by ``config.normalization``.
 
     Args:
-        config: Configuration of the model.
-        size: Size of the last dimension.
-        recompute: Recompute the output in backward.
+        config (ModelParallelConfig): Model configuration.
+        size (int): Size of the last dimension.
+        recompute (bool, optional): Recompute the output in backward.
     """
     kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[getattr(config, "normalization", "LayerNorm")]
     return kind(config, size, getattr(config, "layernorm_epsilon", 1e-5), recompute=recompute)

@@ -10,13 +10,13 @@ from core.context_parallel import positions_on_rank
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotation of queries and keys, without parameters.
+    """Rotates queries and keys by position-dependent angles. It has no parameters.
 
     Args:
-        head_size: Channels of a head.
-        base: Base of the angles.
-        cp_size: Context-parallel size.
-        cp_rank: Context-parallel rank, which determines this rank's positions.
+        head_size (int): Channels of a head.
+        base (float, optional): Base of the angles.
+        cp_size (int, optional): Context-parallel size.
+        cp_rank (int, optional): Context-parallel rank, which determines this rank's positions.
     """
 
     def __init__(self, head_size: int, base: float = 10000.0, cp_size: int = 1, cp_rank: int = 0) -> None:
@@ -32,7 +32,7 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             inputs: Tensors [s, b, heads, head_size].
-            positions: [b, s]. Defaults to this rank's positions, counted from 0 through the sequence.
+            positions (Tensor): [b, s]. Defaults to this rank's positions, counted from 0 through the sequence.
         """
         cos, sin = self._cos_sin(inputs[0]) if positions is None else self._turns_of(positions, inputs[0])
         return tuple(input_ * cos + _quarter_turn(input_) * sin for input_ in inputs)

@@ -33,17 +33,19 @@ RANGES = {
 
 @dataclass
 class TransformerConfig(ExpertConfig):
-    """Configuration of a transformer: shape, variants and initialization.
+    """Configures a transformer: its shape, variants and initialization.
+
+        TransformerConfig(num_layers=2, hidden_size=256, num_attention_heads=8)
 
     Args:
         num_layers: Number of transformer layers.
         hidden_size: Width of the residual stream.
         num_attention_heads: Number of query heads.
-        num_query_groups: Number of key/value heads. None for one per query head.
-        kv_channels: Size of a head. None for hidden_size / num_attention_heads.
-        ffn_hidden_size: Hidden size of the MLP. None for 4 * hidden_size.
+        num_query_groups: Number of key/value heads. Defaults to one per query head.
+        kv_channels: Size of a head. Defaults to hidden_size / num_attention_heads.
+        ffn_hidden_size: Hidden size of the MLP. Defaults to 4 * hidden_size.
         vocab_size: Number of token ids, without padding.
-        max_sequence_length: Longest sequence; number of learned positions.
+        max_sequence_length: Longest sequence, which is the number of learned positions.
         normalization: 'LayerNorm' or 'RMSNorm'.
         layernorm_epsilon: Epsilon of all norms.
         activation: 'gelu' or 'swiglu'.
@@ -60,7 +62,7 @@ class TransformerConfig(ExpertConfig):
         cp_comm_type: Communication of keys and values between context-parallel ranks. 'p2p' uses a ring, 'all_gather'
             gathers all of them, 'a2a' exchanges positions for heads and needs enough heads.
         recompute_granularity: 'full' recomputes layers in backward, 'selective' only the parts in recompute_modules.
-        recompute_num_layers: Recompute only this many first layers of each stage. None for all.
+        recompute_num_layers: Recompute only this many first layers of each stage. Defaults to all.
         recompute_modules: Parts to recompute. 'core_attn' (attention without its projections), 'mlp', 'moe' and
             'shared_experts' save the input of the part. 'layernorm' (the norms of a layer), 'mlp_act' and 'moe_act'
             (the activation functions of MLPs and of experts) save the input of a cheap function, and free its output
@@ -103,7 +105,7 @@ class TransformerConfig(ExpertConfig):
 
     @property
     def recomputed_parts(self) -> frozenset[str]:
-        """Parts of a layer that backward recomputes; empty unless the granularity is 'selective'."""
+        """Parts of a layer that backward recomputes. Empty unless the granularity is 'selective'."""
         return frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
 
     @property

@@ -3,8 +3,8 @@
     import core_compat.colossalai as colossalai               instead of  import colossalai
     from core_compat.colossalai.booster import Booster        instead of  from colossalai.booster import Booster
 
-For code that cannot be edited, call `install()` before its first import. The other way is to run
-`python -m core_compat.colossalai script.py`.
+For code that cannot be edited, call ``install()`` before its first import. The other way is to run ``python -m
+core_compat.colossalai script.py``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _install.register(SURFACE)
 
 
 def install(*, replace_installed: bool = False) -> None:
-    """Install `colossalai` with core_compat.install.install. Call it before the first import of colossalai."""
+    """Install ``colossalai`` with core_compat.install.install. Call it before the first import of colossalai."""
     _install.install(SURFACE, replace_installed=replace_installed)
 
 
 def uninstall() -> None:
-    """Undo `install`."""
+    """Undo ``install``."""
     _install.uninstall(SURFACE)
 
 

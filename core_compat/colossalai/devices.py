@@ -68,7 +68,7 @@ def get_accelerator() -> DeviceAccelerator:
 
 
 class Timer:
-    """Timer of the seconds between `start` and `stop`, with an optional history. Both wait for the device."""
+    """Timer of the seconds between ``start`` and ``stop``, with an optional history. Both wait for the device."""
 
     has_history = property(lambda self: bool(self._history), doc="True if a time was kept.")
 
@@ -81,7 +81,7 @@ class Timer:
 
     @property
     def current_time(self) -> float:
-        """Seconds of the clock, after the device has finished its work."""
+        """Return the clock in seconds, after the device has finished its work."""
         get_accelerator().synchronize()
         return time.monotonic()
 
@@ -107,7 +107,7 @@ class Timer:
 
 
 class MultiTimer:
-    """Timers by name. With `on=False` they do nothing."""
+    """Timers by name. With ``on=False`` they do nothing."""
 
     def __init__(self, on: bool = True) -> None:
         self._timers: dict[str, Timer] = {}

@@ -10,7 +10,7 @@ from torch import nn
 
 
 class LazyInitContext:
-    """Context for building a model: `with LazyInitContext(): model = Model()`. Plugins move the model to the device.
+    """Context for building a model: ``with LazyInitContext(): model = Model()``. Plugins move the model to the device.
 
     Nothing is delayed: each rank needs host memory for the complete model. Both arguments are ignored.
     """
@@ -28,10 +28,8 @@ class LazyInitContext:
 
     @staticmethod
     def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
-        """Return the module unchanged.
-
-        Raises:
-            RuntimeError: If a parameter is on the meta device and so has no values.
+        """Return the module unchanged. Raises RuntimeError if a parameter is on the meta device and so has no
+        values.
         """
         name = next((name for name, param in module.named_parameters() if param.is_meta), None)
         if name is not None:

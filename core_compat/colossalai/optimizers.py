@@ -18,16 +18,10 @@ _ADAM = "lr=1e-3 !bias_correction=True betas=(0.9,0.999) eps=1e-8"
 
 
 class FusedAdam(torch.optim.Adam):
-    """Adam; by default AdamW, because `adamw_mode` decouples the weight decay.
+    """Adam, or by default AdamW, because ``adamw_mode`` decouples the weight decay.
 
-    Args:
-        params: Parameters or param groups.
-        adamw_mode: Decouple the weight decay.
-        set_grad_none: If True, as in torch, `zero_grad` sets gradients to None.
-        options: torch.optim.Adam's lr, betas, eps, weight_decay and amsgrad.
-
-    Raises:
-        ValueError: If bias correction is off.
+    With ``set_grad_none``, as in torch, ``zero_grad`` sets gradients to ``None``. Raises ValueError if bias correction
+    is off.
     """
 
     @arguments(f"self params {_ADAM} adamw_mode=True weight_decay=0.0 amsgrad=False set_grad_none=True", _ADVICE)
@@ -54,11 +48,11 @@ class CPUAdam(FusedAdam):
 
 
 class HybridAdam(CPUAdam):
-    """CPUAdam; with LowLevelZeroPlugin(cpu_offload=True) part of the state is on the host."""
+    """CPUAdam. With LowLevelZeroPlugin(cpu_offload=True) part of the state is on the host."""
 
 
 class FusedSGD(torch.optim.SGD):
-    """SGD. `wd_after_momentum=True` is rejected, because torch's kernel decays weights before momentum."""
+    """SGD. ``wd_after_momentum=True`` is rejected, because torch's kernel decays weights before momentum."""
 
     @arguments("self params lr momentum=0 dampening=0 weight_decay=0 nesterov=False !wd_after_momentum=False", _ADVICE)
     def __init__(self, params: Any, **options: Any) -> None:

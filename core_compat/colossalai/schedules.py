@@ -1,7 +1,7 @@
 """LR schedules with ColossalAI's names, each a formula of the step and the group's base rate, or a class of torch.
 
 An unknown keyword of a schedule raises TypeError; ColossalAI ignores it. The optimizer may be a torch optimizer, or an
-optimizer that `boost` returned.
+optimizer that ``boost`` returned.
 """
 
 from __future__ import annotations
@@ -17,17 +17,9 @@ from core_compat.arguments import arguments
 
 
 class _Formula(lr_scheduler.LRScheduler):
-    """Base class of schedules that follow `formula` after a linear warm-up from base / warmup_steps.
+    """Base class of schedules that follow ``formula`` after a linear warm-up from base / warmup_steps.
 
-    Args:
-        optimizer: A torch optimizer.
-        total_steps: Number of steps of training.
-        warmup_steps: Number of steps of the warm-up.
-        last_epoch: As in torch's schedulers.
-        **o: Options of the formula.
-
-    Raises:
-        ValueError: If an option is out of its range.
+    ``o`` has the options of the formula. Raises ValueError if one is out of its range.
     """
 
     late = 0  # steps between the end of the warm-up and the base rate
@@ -46,16 +38,11 @@ class _Formula(lr_scheduler.LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def formula(self, step: int, base: float) -> float:
-        """Return the rate of a step.
-
-        Args:
-            step: Steps since the end of the warm-up.
-            base: The group's base rate.
-        """
+        """Return the rate for a number of steps since the end of the warm-up, from the group's base rate."""
         raise NotImplementedError
 
     def get_lr(self) -> list[float]:
-        """Return the rate of each group at this step, the number of calls of `step()` so far."""
+        """Return the rate of each group at this step, the number of calls of ``step()`` so far."""
         step, warm = self.last_epoch - self.warmup_steps, (self.last_epoch + 1) / (self.warmup_steps + self.late or 1)
         return [float(self.formula(step, base)) if step >= 0 else base * warm for base in self.base_lrs]
 
@@ -99,7 +86,7 @@ def _plain(optimizer: Any) -> Any:
 
 
 def _face(name: str, kind: Any, row: str) -> Any:
-    """Create a schedule class with the arguments of a row after `optimizer`."""
+    """Create a schedule class with the arguments of a row after ``optimizer``."""
 
     def build(self: Any, optimizer: Any, **options: Any) -> None:
         kind.__init__(self, _plain(optimizer), **options)

@@ -29,12 +29,9 @@ _ADVICE = {
 class ShardConfig(SimpleNamespace):
     """Options of ShardFormer.
 
-    Args:
-        tensor_parallel_process_group: Group over which the model is split; None is the world.
-        parallel_output: Keep logits split.
-
-    Raises:
-        ValueError: If an unsupported field is not at its default. The text has the advice.
+    ``tensor_parallel_process_group`` is the group over which the model is split, by default the world, and
+    ``parallel_output`` keeps logits split. Raises ValueError, with advice, if an unsupported field is not at its
+    default.
     """
 
     @arguments(
@@ -56,24 +53,17 @@ class ShardConfig(SimpleNamespace):
 
 
 class ShardFormer:
-    """Splitter of a model's weights: `model, tied = ShardFormer(ShardConfig(...)).optimize(model)`."""
+    """Splitter of a model's weights: ``model, tied = ShardFormer(ShardConfig(...)).optimize(model)``."""
 
     def __init__(self, shard_config: ShardConfig) -> None:
         self.shard_config = shard_config
 
     def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, Any]]]:
-        """Split a model in place: its weights become this rank's slices. Collective over the group.
+        """Split a model in place, so that its weights become this rank's slices. Collective over the group.
 
-        Args:
-            model: Model to split.
-            policy: A core.hugging_face.Policy; None uses the policy of the model's family.
-
-        Returns:
-            (the model, []). The list is empty because no parameter is on two stages.
-
-        Raises:
-            PlanError: If the family has no rules.
-            ValueError: If a plain loop would train on partial gradients; the model must then be created again.
+        ``policy`` defaults to that of the model's family. Return (the model, []); the list is empty because no
+        parameter is on two stages. Raises PlanError if the family has no rules, and ValueError if a plain loop would
+        train on partial gradients; the model must then be created again.
         """
         config, whole = self.shard_config, model
         if config.enable_flash_attention:

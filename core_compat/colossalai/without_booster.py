@@ -1,4 +1,4 @@
-"""ZeRO without a Booster, with ColossalAI's names: LowLevelZeroOptimizer for a torch optimizer; GeminiDDP."""
+"""ZeRO without a Booster, with ColossalAI's names: LowLevelZeroOptimizer for a torch optimizer, and GeminiDDP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ADVICE = {
 
 
 class LowLevelZeroOptimizer(ShardedOptimizer):
-    """Optimizer that shards the state of `optimizer` over data ranks. Collective.
+    """Optimizer that shards the state of ``optimizer`` over data ranks. Collective.
 
         adam = HybridAdam(model.parameters())
         optimizer = LowLevelZeroOptimizer(adam, partition_grad=True, clip_grad_norm=1.0)
@@ -35,8 +35,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     are set to rank 0's values.
 
     Args:
-        optimizer: A torch optimizer.
-        reduce_bucket_size: Size of a bucket in elements.
+        reduce_bucket_size: Bucket size in elements.
         partition_grad: True for ZeRO stage 2, else stage 1.
         dp_process_group: None or the world; other groups are rejected.
         given: Options of LowLevelZeroPlugin, which does the same for a Booster.
@@ -76,19 +75,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
 
 class GeminiDDP(ModelWrapper):
-    """A model that GeminiOptimizer will shard.
+    """Model that GeminiOptimizer will shard.
 
         model = GeminiDDP(model, mixed_precision=torch.bfloat16, min_chunk_size_m=1)
         optimizer = GeminiOptimizer(HybridAdam(model.parameters()), model, max_norm=1.0)
         optimizer.backward(loss_of(model(batch))); optimizer.step(); optimizer.zero_grad()
 
-    Args:
-        module: Model to shard.
-        mixed_precision: fp16, bf16 or fp32.
-        options: Options of GeminiPlugin, except the optimizer's.
-
-    Raises:
-        ValueError: If the dtype is another one. GeminiPlugin's errors for its options are raised here too.
+    ``mixed_precision`` is fp16, bf16 or fp32; another dtype raises ValueError. ``options`` are those of GeminiPlugin,
+    except the optimizer's, and raise its errors.
     """
 
     def __init__(self, module: nn.Module, *, mixed_precision: torch.dtype = torch.float16, **options: Any) -> None:
@@ -106,12 +100,9 @@ class GeminiDDP(ModelWrapper):
 
 
 class GeminiOptimizer(ShardedOptimizer):
-    """Optimizer that shards `module` and steps `optim`. Collective over the world.
+    """Optimizer that shards ``module`` and steps ``optim``. Collective over the world.
 
-    Args:
-        optim: A torch optimizer of the module's parameters.
-        module: Model to shard.
-        options: GeminiPlugin's initial_scale to max_scale, max_norm, norm_type, gpu_margin_mem_ratio and verbose.
+    ``options`` are GeminiPlugin's initial_scale to max_scale, max_norm, norm_type, gpu_margin_mem_ratio and verbose.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, module: GeminiDDP, **options: Any) -> None:

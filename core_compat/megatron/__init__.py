@@ -3,8 +3,8 @@
     import core_compat.megatron as mcore                      instead of  import megatron.core as mcore
     from core_compat.megatron import parallel_state           instead of  from megatron.core import parallel_state
 
-For code that cannot be edited, call `install()` before its first import. The other way is to run
-`python -m core_compat.megatron script.py`.
+For code that cannot be edited, call ``install()`` before its first import. The other way is to run ``python -m
+core_compat.megatron script.py``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _install.register(SURFACE)
 
 
 def install(*, replace_installed: bool = False) -> None:
-    """Install `megatron.core` with core_compat.install.install. Call it before the first import of megatron.core."""
+    """Install ``megatron.core`` with core_compat.install.install. Call it before the first import of megatron.core."""
     _install.install(SURFACE, replace_installed=replace_installed)
 
 
 def uninstall() -> None:
-    """Undo `install`."""
+    """Undo ``install``."""
     _install.uninstall(SURFACE)
 
 

@@ -1,6 +1,6 @@
 """Places of Megatron Core's names in this package, in the format of core_compat.install.read_rows, and module aliases.
 
-A word that begins with '.' is a module below `faces`.
+A word that begins with '.' is a module below ``faces``.
 """
 
 from __future__ import annotations

@@ -44,14 +44,7 @@ IN_PARTS = "would choose a token from a part of the layers or of the sequence; g
 
 
 def attach_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], how: Splitting) -> None:
-    """Attach all parts of this rank, and run one forward of each stage. Collective.
-
-    Args:
-        parts: The model, or this rank's stages, with cut parameters.
-        plan: Plan of the full model.
-        arguments: Keyword arguments of the example.
-        how: Groups, layout, and options of the split.
-    """
+    """Attach all parts of this rank, and run one forward of each stage with ``arguments``. Collective."""
     if how.layout is None:
         attach(parts[0], plan, arguments, how)
         return
@@ -75,14 +68,7 @@ def attach_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], ho
 def attach(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitting) -> SplitReport:
     """Attach one part: tags, seams, loss, sequence, gradient contracts, and refusals. Collective.
 
-    Args:
-        model: Model or stage with cut parameters.
-        plan: Plan of this part.
-        arguments: Keyword arguments of the example.
-        how: Groups, layout, and options of the split.
-
-    Returns:
-        The report, which the model carries too.
+    Return the report, which the model also carries.
     """
     groups, tp = how.groups, how.groups.size("tp")
     tag_slices(dict(model.named_parameters()), plan, groups)
@@ -122,12 +108,6 @@ def attach_adapted(adapted: Any, plan: Plan, groups: ProcessGroups, arguments: d
     """Attach a PeftModel around a split model: declare the gradients of its own parameters, and refuse methods.
 
     Collective over the tensor-parallel group.
-
-    Args:
-        adapted: PeftModel around a split model.
-        plan: Plan of the PeftModel.
-        groups: Process groups.
-        arguments: Keyword arguments of the example.
     """
     contracts = _declare_unsplit(adapted, plan, groups, arguments)
     setattr(adapted, REPORT, SplitReport(plan, groups.size("tp"), *contracts))
@@ -135,7 +115,7 @@ def attach_adapted(adapted: Any, plan: Plan, groups: ProcessGroups, arguments: d
 
 
 def _keeps_logits_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitting) -> bool:
-    """Return True if the model keeps its logits split and computes its loss from the parts."""
+    """Return ``True`` if the model keeps its logits split and computes its loss from the parts."""
     tp, mode = how.groups.size("tp"), how.sequence_parallel
     if how.parallel_output is False or (tp == 1 and mode is None):
         return False
@@ -157,7 +137,7 @@ def _sequence_cut(
 ) -> Iterator[Plan]:
     """Cut the layers' sequence when the context ends, and prove it by the example without labels.
 
-    Yields the plan with the seams of `split_gather`. The model is watched with these, and with its full sequence.
+    Yields the plan with the seams of ``split_gather``. The model is watched with these, and with its full sequence.
     """
     layers = list_of_layers(model, f"{plan.family}: sequence parallelism is for models with")
     inner = [model.get_submodule(place) for place in present_layers(model, layers)]
@@ -174,7 +154,7 @@ def _declare_unsplit(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Declare the gradient contract of each trainable unsplit parameter from one watched forward of the split model.
 
-    Returns the parameters whose gradients are partial over tp, and the parameters that the forward did not use. Raises
+    Return the parameters whose gradients are partial over tp, and the parameters that the forward did not use. Raises
     PlanError if no contract can make a gradient right.
     """
     slices = [

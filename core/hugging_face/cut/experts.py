@@ -25,10 +25,9 @@ EXPERTS_SEAM = "experts over ep"  # style of seams at fused experts
 
 
 def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
-    """Return a plan in which experts are cut over expert parallelism; unchanged if the expert-parallel size is 1.
+    """Return a plan in which experts are cut over expert parallelism, unchanged if its size is 1.
 
-    Raises:
-        PlanError: If the model has no experts that can be cut, or the number of experts or the sizes do not fit.
+    Raises PlanError if the model has no experts that can be cut, or their number or the sizes do not fit.
     """
     ep, tp, expt_tp = groups.size("ep"), groups.size("tp"), groups.size("expt_tp")
     if ep == 1:
@@ -58,17 +57,9 @@ def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
 
 
 def check_experts(model: Any, ep: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Find the fused experts of a model and check that `ep` ranks can share them.
+    """Find the fused experts of a model, as ``read_experts`` does, and check that ``ep`` ranks can share them.
 
-    Args:
-        model: Transformers model; it may be on the meta device.
-        ep: Expert-parallel size.
-
-    Returns:
-        The experts, as in `read_experts`.
-
-    Raises:
-        PlanError: If there are none, or their number is not divisible by `ep`.
+    The model may be on the meta device. Raises PlanError if there are none, or their number is not divisible by ``ep``.
     """
     family = family_of(model)
     experts = read_experts(model)

@@ -1,4 +1,4 @@
-"""Learn from forwards of the full model in which order its modules run, and which tensors pass between its layers."""
+"""Forwards of the full model that show the order of its modules, and the tensors between its layers."""
 
 from __future__ import annotations
 
@@ -35,15 +35,8 @@ class Watched:
 def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[Watched, Any]:
     """Run the full model on an example to learn the order of its modules and the tensors between its layers.
 
-    Args:
-        model: Full transformers model.
-        example: Keyword arguments of one small forward.
-
-    Returns:
-        The findings, and the model's output.
-
-    Raises:
-        PlanError: If the example does not reach a vision tower, or the layers pass more than a stage can send.
+    Return the findings, and the model's output. Raises PlanError if the example does not reach a vision tower, or the
+    layers pass more than a stage can send.
     """
     cut = find_cut(model)
     outside, mode = sorted(cut.entry | cut.between | cut.exit), in_mode(model, training="labels" in example)
@@ -96,15 +89,7 @@ def _sides_of(model: Any, cut: ModelCut, seen: _Seen) -> dict[str, Side]:
 
 
 def hidden_streams(model: Any, cut: ModelCut) -> Streams:
-    """Return the streams of a model with one list, whose layers take hidden states [batch, sequence, hidden] only.
-
-    Args:
-        model: Transformers model.
-        cut: Places where the model can be cut.
-
-    Returns:
-        The streams.
-    """
+    """Return the streams of a model with one list, whose layers only take hidden states [batch, sequence, hidden]."""
     hidden = model.config.get_text_config().hidden_size
 
     def form(width: int | None) -> Form:
@@ -135,7 +120,7 @@ class _Seen:
 
 @contextmanager
 def _recorded(model: Any, layers: Sequence[str], others: Sequence[str]) -> Iterator[_Seen]:
-    """Record a forward that runs inside the context: arguments of layers, calls and results of other modules too."""
+    """Record a forward that runs inside the context: arguments of layers, and calls and results of other modules."""
     seen = _Seen([], {})
     known = {*layers}
 
@@ -170,7 +155,7 @@ def _recorded(model: Any, layers: Sequence[str], others: Sequence[str]) -> Itera
 
 @contextmanager
 def _all_learning(model: nn.Module) -> Iterator[None]:
-    """Record gradients for all parameters inside the context, frozen ones too."""
+    """Record gradients for all parameters inside the context, including frozen ones."""
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     try:
         for parameter in frozen:
@@ -187,9 +172,9 @@ def _streams_of(
 ) -> tuple[Streams, _Seen, Any]:
     """Find the streams of an encoder-decoder by running the example at several sizes.
 
-    `lists` are the names of the encoder's layers and of the decoder's, `others` the modules with parameters outside of
-    them. Returns the streams, the record of the example's forward, and its output. Raises PlanError if the layers of a
-    list do not run one after another, or the decoder does not take the encoder's output unchanged.
+    ``lists`` are the names of the encoder's layers and of the decoder's, ``others`` the modules with parameters outside
+    of them. Return the streams, the record of the example's forward, and its output. Raises PlanError if the layers of
+    a list do not run one after another, or the decoder does not take the encoder's output unchanged.
     """
     layers = [name for names in lists for name in names]
     runs: list[tuple[Sizes, _Seen]] = []
@@ -247,7 +232,7 @@ def _streams_of(
 
 
 def _with_fewer(example: Mapping[str, Any], what: str) -> dict[str, Any] | None:
-    """Return the example with one more row, or one token less for encoder or decoder; None if impossible."""
+    """Return the example with one more row, or one token less for encoder or decoder, or ``None`` if impossible."""
     tensors = {name: value for name, value in example.items() if isinstance(value, Tensor)}
     if not what:
         return dict(example)

@@ -36,8 +36,7 @@ INITIALIZED = "_is_hf_initialized"  # True on modules that loading must not init
 def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
     """Return the plan for these groups after every check that is possible before parameters change.
 
-    Raises:
-        PlanError: If the model was split before, has no plan, or does not fit the group sizes.
+    Raises PlanError if the model was split before, has no plan, or does not fit the group sizes.
     """
     if getattr(model, REPORT, None) is not None:
         raise PlanError(f"this {type(model).__name__} was split already; split each model once")
@@ -57,7 +56,8 @@ def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
 def cut_into_parts(model: Any, watched: Watched | None, plan: Plan, how: Splitting) -> list[Any]:
     """Return this rank's stages with sliced parameters: copies of the model, and the model itself as the last stage.
 
-    Without a layout, return the model alone. `watched` has the findings of a forward of the full model, if one has run.
+    Without a layout, return only the model. ``watched`` has the findings of a forward of the full model, if one has
+    run.
     """
     layout, groups = how.layout, how.groups
     parts = [model]
@@ -79,9 +79,8 @@ def cut_into_parts(model: Any, watched: Watched | None, plan: Plan, how: Splitti
 def check_cut(cut: ModelCut, layout: PipelineLayout, groups: ProcessGroups) -> None:
     """Check that a model can be cut into the stages of a layout.
 
-    Raises:
-        PlanError: If several stages of a rank would share a parameter outside the layers.
-        ValueError: If the layout does not fit the groups or the model.
+    Raises PlanError if several stages of a rank would share a parameter outside the layers, and ValueError if the
+    layout does not fit the groups or the model.
     """
     layout.check_ranks(groups)
     layout.check_model(cut.count)
@@ -97,8 +96,7 @@ def check_cut(cut: ModelCut, layout: PipelineLayout, groups: ProcessGroups) -> N
 def cut_parameters(model: nn.Module, plan: Plan, groups: ProcessGroups) -> None:
     """Replace each cut parameter by this rank's slice, under all of its names.
 
-    Raises:
-        PlanError: If the plan cuts tied parameters differently.
+    Raises PlanError if the plan cuts tied parameters differently.
     """
     cut: dict[int, tuple[nn.Parameter, Split]] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -146,20 +144,10 @@ def place_seams(modules: Mapping[str, nn.Module], plan: Plan, groups: ProcessGro
 
 
 def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int, streams: Streams | None = None) -> Any:
-    """Remove the modules of all other stages from a model, in place.
+    """Remove the modules of all other stages from a full model, in place, and give it the forward of stage ``index``.
 
-    Args:
-        model: Full transformers model.
-        cut: Places where the model can be cut.
-        layout: Pipeline layout.
-        index: The stage to keep.
-        streams: Tensors that pass between layers; None for a model with one list of layers, which passes hidden states.
-
-    Returns:
-        The model, whose forward is now the stage's.
-
-    Raises:
-        PlanError: If the stage has no layer, or the model cannot be cut this way.
+    ``streams`` are the tensors that pass between layers, or ``None`` for a model with one list of layers, which passes
+    hidden states. Raises PlanError if the stage has no layer, or the model cannot be cut this way.
     """
     part = layout.stage(index)
     if not part.layer_numbers:
@@ -221,7 +209,7 @@ def mark_absent(model: Any) -> None:
 
 @torch.no_grad()
 def draw(model: Any, device: torch.device) -> None:
-    """Allocate a meta-device model on `device`, with the family's initial values.
+    """Allocate a meta-device model on ``device``, with the family's initial values.
 
     Ranks with equal slices get equal values.
     """

@@ -1,13 +1,13 @@
-"""Find the places where a transformers model can be cut into pipeline stages, without tracing.
+"""Places where a transformers model can be cut into pipeline stages, found without tracing.
 
 A stage runs the model's own forward and keeps its layers at their original index. The first layer of a later stage ends
 the forward, and this stage's first layer takes the received tensors. Every stage computes masks, positions, and rotary
-tables by the model's own code. Absent modules return NaN. A model that passes anything besides its `Streams` from layer
-to layer is thus detected and rejected.
+tables by the model's own code. Absent modules return NaN. A model that passes anything besides its ``Streams`` from
+layer to layer is thus detected and rejected.
 
 An encoder-decoder is cut as one list: the encoder's layers, then the decoder's. All embeddings are on the first stage,
 whose forward also runs the decoder's embeddings; encoder stages pass that result on with their own hidden states.
-Decoder stages receive the encoder's output (`encoder_outputs`) and pass it on.
+Decoder stages receive the encoder's output (``encoder_outputs``) and pass it on.
 """
 
 from __future__ import annotations
@@ -27,19 +27,11 @@ SIDES: tuple[Side, ...] = ("entry", "between", "exit")
 
 
 def find_cut(model: Any, sides: Mapping[str, Side] | None = None) -> ModelCut:
-    """Find where a transformers model can be cut. Local; the model may be on the meta device.
+    """Find the places where a transformers model, possibly on the meta device, can be cut. Does not communicate.
 
-    Args:
-        model: Transformers model.
-        sides: Sides on which a forward used the modules outside the layers (`watch_order`). Without it, the order of
-            registration decides.
-
-    Returns:
-        The places where the model can be cut.
-
-    Raises:
-        PlanError: If the model does not have exactly one list of layers (or one for its encoder and one for its
-            decoder), or if a parameter belongs to several stages.
+    ``sides`` are the sides on which a forward used the modules outside the layers (``watch_order``). Without it, the
+    order of registration decides. Raises PlanError if the model does not have exactly one list of layers (or one for
+    its encoder and one for its decoder), or if a parameter belongs to several stages.
     """
     family = family_of(model)
     lists = _lists_of(model, family)
@@ -75,7 +67,7 @@ def find_cut(model: Any, sides: Mapping[str, Side] | None = None) -> ModelCut:
 
 
 def _lists_of(model: Any, family: str) -> tuple[str, ...]:
-    """Return the lists of layers that stages divide; PlanError if the model has others."""
+    """Return the lists of layers that stages divide. Raises PlanError if the model has others."""
     found = lists_of_layers(model)
     if len(found) > 1 and _takes_images(model):
         text = next(name for name, module in model.named_modules() if module is model.get_decoder())
@@ -90,7 +82,9 @@ def _lists_of(model: Any, family: str) -> tuple[str, ...]:
 
 
 def _takes_images(model: Any) -> bool:
-    """True for a causal text model that also takes images or videos, with a vision tower before its layers."""
+    """Return ``True`` for a causal text model that also takes images or videos, with a vision tower before its
+    layers.
+    """
     takes = inspect.signature(type(model).forward).parameters
     is_causal = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
     return is_causal and PIXELS in takes and head_of(model) is not None
@@ -99,9 +93,7 @@ def _takes_images(model: Any) -> bool:
 def list_of_layers(model: nn.Module, needs: str) -> str:
     """Return the name of the model's single list of layers.
 
-    Raises:
-        PlanError: If the model has no list or several. The message starts with `needs`, the feature that needs the
-            list.
+    Raises PlanError if there is none or several. The message starts with ``needs``, the feature that needs the list.
     """
     outer = lists_of_layers(model)
     if len(outer) != 1:
@@ -121,7 +113,7 @@ def lists_of_layers(model: nn.Module) -> list[str]:
 
 
 def _tied(family: str, model: nn.Module, places: Mapping[str, str], lists: Sequence[str]) -> Iterator[str]:
-    """Yield the names of parameters that are shared before and after the layers; PlanError for any other tie."""
+    """Yield the names of parameters that are shared before and after the layers. Raises PlanError for any other tie."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(name)
@@ -139,6 +131,6 @@ def _tied(family: str, model: nn.Module, places: Mapping[str, str], lists: Seque
 
 
 def _layer_of(name: str, lists: Sequence[str]) -> str:
-    """Return the name of the layer that contains a module or parameter; '' outside the lists of layers."""
+    """Return the name of the layer that contains a module or parameter, or '' outside the lists of layers."""
     held = next((held for held in lists if name.startswith(held + ".")), None)
     return "" if held is None else f"{held}.{name.removeprefix(held + '.').partition('.')[0]}"

@@ -20,8 +20,6 @@ class SplitReport:
     """Report of a split.
 
     Attributes:
-        plan: Plan of the split.
-        tp: Tensor-parallel size.
         partial: Unsplit parameters whose gradients are summed over tp, as the example's forward showed.
         unseen: Trainable parameters that the example did not reach. They are assumed to be unsplit with complete
             gradients.
@@ -46,10 +44,9 @@ class Splitting:
     """Options of a split on this rank.
 
     Attributes:
-        groups: Process groups.
         layout: Pipeline layout; None without stages.
-        parallel_output: As in `split_model`.
-        sequence_parallel: As in `split_model`.
+        parallel_output: As in ``split_model``.
+        sequence_parallel: As in ``split_model``.
         vocabulary_multiple: Each rank's rows of a split vocabulary are padded to a multiple of this.
     """
 
@@ -61,7 +58,7 @@ class Splitting:
 
     @property
     def ranks(self) -> agree.Groups:
-        """Groups over which a split is collective; None (all ranks) with stages."""
+        """Return the groups over which a split is collective, or ``None`` (all ranks) with stages."""
         if self.layout is not None:
             return None
         axes = ["tp", "ep", *(["cp"] if self.sequence_parallel in OVER_CONTEXT else [])]

@@ -14,18 +14,9 @@ STYLE = "sequence"  # style of the seams created in this file
 
 
 def over_sequence(model: nn.Module, plan: Plan, layers: str) -> Plan:
-    """Add seams to a plan that split hidden states over the sequence inside a list of layers.
+    """Return a plan with added seams that split hidden states over the sequence inside a list of layers.
 
-    Args:
-        model: Transformers model, or one stage of it.
-        plan: Plan of the model.
-        layers: Name of the list of layers.
-
-    Returns:
-        The plan with the new seams.
-
-    Raises:
-        PlanError: If a layer already has a seam.
+    ``model`` may also be one stage. Raises PlanError if a layer already has a seam.
     """
     seams = dict(plan.seams)
     present = present_layers(model, layers)
@@ -43,7 +34,7 @@ def over_sequence(model: nn.Module, plan: Plan, layers: str) -> Plan:
 
 
 def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that a layer calls; lists of modules are expanded, since they are not called themselves."""
+    """Yield the modules that a layer calls. Lists of modules are expanded, since they are not called themselves."""
     for leaf, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _parts(f"{name}.{leaf}", child)

@@ -1,4 +1,4 @@
-"""Convert between full tensors and this rank's slices, over tensor and expert parallelism."""
+"""Conversion between full tensors and this rank's slices, over tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -13,16 +13,7 @@ from core.watch.waiting import waiting
 
 
 def slice_of(whole: Tensor, split: Split | None, groups: ProcessGroups) -> Tensor:
-    """Return this rank's slice of a full tensor; a view if possible.
-
-    Args:
-        whole: Tensor of a full parameter's shape.
-        split: How the parameter is cut; None if it is not.
-        groups: Process groups.
-
-    Returns:
-        The slice.
-    """
+    """Return this rank's slice of a full tensor, or the tensor itself without a split. A view if possible."""
     for axis, dim, blocks, multiple in () if split is None else split.cuts:
         size = groups.size(axis)
         if size > 1:
@@ -33,15 +24,8 @@ def slice_of(whole: Tensor, split: Split | None, groups: ProcessGroups) -> Tenso
 def whole_of(part: Tensor, split: Split | None, groups: ProcessGroups, *, on_first: bool = False) -> Tensor:
     """Gather a full tensor from all slices. Collective over the groups that cut it.
 
-    Args:
-        part: This rank's slice.
-        split: How the parameter is cut; None if it is not.
-        groups: Process groups.
-        on_first: True if only the first rank of the groups needs the result. Other ranks then allocate no memory for
-            it, and their result is undefined.
-
-    Returns:
-        The full tensor.
+    With ``on_first`` only the first rank of the groups gets the result. Other ranks then allocate no memory for it, and
+    their result is undefined.
     """
     for axis, dim, blocks, _ in () if split is None else split.cuts:
         if groups.size(axis) == 1:

@@ -1,8 +1,8 @@
-"""Split a transformers model over tensor parallelism and pipeline stages.
+"""Splitting of a transformers model over tensor parallelism and pipeline stages.
 
-`split_model` cuts a full model in place, `split_stages` returns this rank's stages, and `split_empty` starts on the
-meta device. All follow a plan; they use neither DTensor nor tracing. A model without pipeline stages is handled as a
-single part.
+``split_model`` cuts a full model in place, ``split_stages`` returns this rank's stages, and ``split_empty`` starts on
+the meta device. All follow a plan; they use neither DTensor nor tracing. A model without pipeline stages is handled as
+a single part.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ def split_model(
 ) -> SplitReport:
     """Cut a transformers model over the tensor-parallel group, in place.
 
-    Afterwards wrap the model in DistributedDataParallel. A wrong plan would train silently wrong, so an example runs
-    before and after the cut, without backward, and the outputs must be equal.
+    Afterwards wrap the model in DistributedDataParallel. A model with a wrong plan would train incorrectly without an
+    error, so an example runs before and after the cut, without backward, and the outputs must be equal.
 
-    Collective over the tensor- and expert-parallel groups and, if sequence parallelism uses it, the context-parallel
-    group.
+    This is a collective over the tensor- and expert-parallel groups and, if sequence parallelism uses it, the
+    context-parallel group.
 
     Args:
         model: Full model on a real device, with the same weights on every rank of the group.
-        plan: Plan of the split. Defaults to the plan read from the model; `read_plan(model, policy)` builds one from a
-            Policy.
+        plan: Plan of the split. Defaults to the plan read from the model; ``read_plan(model, policy)`` builds one from
+            a Policy.
         example: Keyword arguments of one small forward, the same on all ranks. Defaults to two rows of at least 8 token
             ids, or to pixels or audio for models that take these.
         parallel_output: True keeps the logits split and computes the loss from the parts. 'where possible' falls back
             to full logits, with a warning, for models that compute their loss in another way.
         sequence_parallel: 'split_gather' or 'ring' over the tensor-parallel group, 'all_to_all' or 'ring_attn' over the
             context-parallel group. Every rank of that group receives the complete sequence.
-        pg_collection: Process groups; defaults to those of `parallel_state`.
+        pg_collection: Process groups. Defaults to those of ``parallel_state``.
 
     Returns:
         A report of the plan, the gradient contracts, and the lengths that the example did not reach.
 
     Raises:
-        PlanError: On all ranks of these groups, if sizes do not fit or the plan cannot give right gradients. An error
+        PlanError: On all ranks of these groups, if sizes do not fit or the plan cannot give correct gradients. An error
             found after the cut leaves the model unusable; build it again.
     """
     how = Splitting(resolve_groups(pg_collection), None, parallel_output, sequence_parallel)
@@ -78,20 +78,16 @@ def split_stages(
     sequence_parallel: str | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> list[Any]:
-    """Cut a transformers model into this rank's pipeline stages, split over tensor parallelism too.
+    """Cut a transformers model into this rank's pipeline stages, also split over tensor parallelism.
 
     One forward of the example runs through the full model and one through the pipeline, and the outputs must be equal.
-    Wrap the stages by `core.pipeline_parallel.wrap_stages`, and run them by a `PipelineRunner` with
-    `stage_forward_step` and `stage_activations`. Collective over the world.
+    Wrap the stages with ``core.pipeline_parallel.wrap_stages``, and run them with a ``PipelineRunner``,
+    ``stage_forward_step`` and ``stage_activations``. Collective over the world.
 
     Args:
         model: Full model. It becomes the last stage of this rank; modules of other stages are removed from it.
         layout: Pipeline layout.
-        plan: As in `split_model`.
-        example: As in `split_model`.
-        parallel_output: As in `split_model`.
-        sequence_parallel: As in `split_model`.
-        pg_collection: As in `split_model`.
+        plan, example, parallel_output, sequence_parallel, pg_collection: As in ``split_model``.
 
     Returns:
         This rank's stages, in the model's order.
@@ -107,7 +103,7 @@ def split_stages(
 def split_parts(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting) -> list[Any]:
     """Cut a model into this rank's parts, the stages of a layout or the model itself, and prove the cut.
 
-    See `split_model` and `split_stages` for the arguments, collectives, and errors.
+    See ``split_model`` and ``split_stages`` for the arguments, collectives, and errors.
     """
     layout, groups = how.layout, how.groups
     reference: Reference | None = None
@@ -140,10 +136,10 @@ def _refuse_failure_of_some(failure: Exception | None, ranks: agree.Groups) -> N
 def split_empty(
     model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting, device: torch.device
 ) -> list[Any]:
-    """Split a model that is on the meta device, so that each rank allocates only its own slices, on `device`.
+    """Split a model that is on the meta device, so that each rank only allocates its own slices, on ``device``.
 
     The values are a new model's and differ between layouts, so load a checkpoint over them. The full model exists on no
-    rank, and the output is therefore not compared. Collective over the world. See `split_parts`.
+    rank, and the output is therefore not compared. Collective over the world. See ``split_parts``.
     """
     with agree.together(None, CUT, PlanError):
         plan = prepare(model, plan, how.groups)

@@ -1,1 +1,1 @@
-"""Compare the output of a cut model with the output that the full model gave before."""
+"""Comparison of a cut model's output with the output that the full model gave before."""

@@ -1,4 +1,4 @@
-"""Compare a cut model's output for the example with the full model's, and reject the cut if they differ."""
+"""Comparison of a cut model's output for the example with the full model's. The cut is rejected if they differ."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Reference(NamedTuple):
     """Output of the full model for the example.
 
     Attributes:
-        arguments: Arguments that worked; without labels if the attempt with labels failed.
-        order: Findings of `watch`, for stages.
+        arguments: Arguments that worked, without labels if the attempt with labels failed.
+        order: Findings of ``watch``, for stages.
         shown: Compared values.
         limit: Largest relative difference that rounding can cause.
         failure: Error of the attempt with labels, if any.
@@ -67,18 +67,10 @@ class Reference(NamedTuple):
 
 
 def record_output(model: Any, arguments: dict[str, Any], watch: Watch | None = None) -> Reference:
-    """Run the full model on the example before it is cut, with labels if its forward takes them. Local.
+    """Run the full model on the example before it is cut, with labels if its forward takes them. Does not communicate.
 
-    Some models need more inputs for training than the example has; if the attempt with labels fails, they are proven
-    without labels.
-
-    Args:
-        model: Full transformers model.
-        arguments: Keyword arguments of the example.
-        watch: Function that runs the forward and also returns findings about it; None to run the forward only.
-
-    Returns:
-        The output, and the arguments that gave it.
+    Some models need more inputs for training than the example has. If the attempt with labels fails, they are proven
+    without labels. ``watch`` runs the forward and also returns findings about it.
     """
     labelled, failure = with_labels(model, arguments), None
     for attempt in [labelled, arguments] if len(labelled) > len(arguments) else [arguments]:
@@ -102,20 +94,10 @@ def prove(
     layout: PipelineLayout | None,
     mode: str | None,
 ) -> None:
-    """Compare the parts' output with the full model's, and reject the cut if they differ.
+    """Compare the parts' output with the full model's, and raise PlanError if they differ.
 
-    Collective over the groups of the split; over the world for a pipeline.
-
-    Args:
-        parts: This rank's parts.
-        plan: Plan of the split.
-        reference: Output of the full model.
-        groups: Process groups.
-        layout: Pipeline layout; None without stages.
-        mode: Mode of sequence parallelism, if any.
-
-    Raises:
-        PlanError: If the outputs differ.
+    Collective over the groups of the split, or over the world for a pipeline. ``mode`` is the mode of sequence
+    parallelism, if any.
     """
     arguments, before = reference.arguments, reference.shown
     if layout is None:
@@ -145,18 +127,10 @@ def compare_sequence(
 ) -> Iterator[None]:
     """Compare the example's output before and after the block, which cuts the sequence of the layers.
 
-    Some models (gpt2) reshape their hidden states to the input's shape after the layers. For these,
-    `sequence.local_logits` is set to False, and the sequence is joined right after the layers.
-
-    Args:
-        model: Model that is split over tensor parallelism, with its seams.
-        plan: Plan of the split.
-        arguments: Keyword arguments of the example, without labels.
-        sequence: Sequence parallelism of the model.
-        layers: Layers of the model.
-
-    Raises:
-        PlanError: If the outputs differ, or a layer counts the positions of its tokens itself.
+    The model is split over tensor parallelism and has its seams, and ``arguments`` are without labels. Some models
+    (gpt2) reshape their hidden states to the input's shape after the layers. For these, ``sequence.local_logits`` is
+    set to False, and the sequence is joined right after the layers. Raises PlanError if the outputs differ, or a layer
+    counts the positions of its tokens itself.
     """
     mode = sequence.mode
     counted, counted_of_parts = CountedPositions(), CountedPositions()
@@ -194,7 +168,7 @@ def _rounding_of(model: Any, arguments: Mapping[str, Any], before: Shown) -> flo
 
 
 def _distance(after: Tensor, before: Tensor) -> float:
-    """Return the norm of the difference, relative to the norm of `before`."""
+    """Return the norm of the difference, relative to the norm of ``before``."""
     return float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-30))
 
 
@@ -208,13 +182,7 @@ def refuse_other_output(
 ) -> None:
     """Raise PlanError if the split model's output or loss differs from the full model's by more than rounding.
 
-    Args:
-        plan: Plan of the split.
-        before: Values of the full model.
-        after: Values of the split model.
-        limit: Tolerance relative to the norm.
-        how: Description of the split, for the message.
-        why: Likely cause, for the message.
+    ``limit`` is relative to the norm. ``how`` describes the split, and ``why`` the likely cause, for the message.
     """
     for what, value, expected in zip(("output", "loss"), after, before, strict=True):
         if value is None or expected is None:

@@ -83,5 +83,5 @@ class CountedPositions(TorchFunctionMode):
         self._depth += by
 
     def of_parts(self, parts: CountedPositions) -> list[str]:
-        """Return places that counted all tokens here, but fewer in `parts`, a forward of the cut sequence."""
+        """Return places that counted all tokens here, but fewer in ``parts``, a forward of the cut sequence."""
         return sorted(place for place in self.used & parts.used if self.counts[place] != parts.counts[place])

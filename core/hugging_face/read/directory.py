@@ -21,17 +21,9 @@ LAYER_COUNTS |= {f"{side}_layers" for side in ("encoder", "decoder", "num_encode
 
 
 def read_configuration(place: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
-    """Read the configuration of a config.json, or of a directory with one.
+    """Read the transformers configuration of a config.json, or of a directory with one.
 
-    Args:
-        place: The file or directory.
-        trust_remote_code: True to allow code from the directory.
-
-    Returns:
-        The transformers configuration.
-
-    Raises:
-        ValueError: As in `look_at`. For other faults of the file, transformers raises its own errors.
+    Raises ValueError as ``look_at`` does. For other faults of the file, transformers raises its own errors.
     """
     look_at(place, trust_remote_code=trust_remote_code)
     auto = transformers_package().AutoConfig
@@ -42,15 +34,9 @@ def look_at(place: str | os.PathLike[str], *, trust_remote_code: bool = False) -
     """Reject a directory or config.json from which no model can be built. Builds nothing and reads no weights.
 
     The number of layers is limited because transformers lists all layers when it reads a configuration; a model of
-    100,000 layers takes a minute.
-
-    Args:
-        place: The file or directory.
-        trust_remote_code: True to allow code from the directory.
-
-    Raises:
-        ValueError: For files that are not regular files, an adapter directory, a config.json that is not a JSON object
-            or whose family is not a string, one that needs its own code, and more than MOST_LAYERS layers.
+    100,000 layers takes a minute. Raises ValueError for files that are not regular files, an adapter directory, a
+    config.json that is not a JSON object or whose family is not a string, one that needs its own code, and more than
+    MOST_LAYERS layers.
     """
     path = Path(place)
     if path.is_dir():
@@ -82,20 +68,10 @@ def look_at(place: str | os.PathLike[str], *, trust_remote_code: bool = False) -
 
 
 def check_files(directory: str | os.PathLike[str], rank: int = 0, world: int = 1) -> set[Path]:
-    """Verify the files from which transformers would load a model. Local.
+    """Verify the files from which transformers would load a model, and return them. Does not communicate.
 
-    The checksums are divided among `world` ranks.
-
-    Args:
-        directory: Model directory.
-        rank: Index of this rank.
-        world: Number of ranks that check the directory together.
-
-    Returns:
-        The files; empty if there are none.
-
-    Raises:
-        ValueError: As in `open_files` of core.checkpoint.weights.
+    The checksums are divided among ``world`` ranks. Raises ValueError as ``open_files`` of core.checkpoint.weights
+    does.
     """
     for name in (*model_names(use_safetensors=True), *model_names()):
         found = Path(directory) / name

@@ -2,7 +2,7 @@
 
 An example is longer than every token count in the config (windows, chunks, floors) if a forward of that length is
 cheap: at most PRODUCTS multiplications, and ELEMENTS logits. Otherwise it exceeds as many of these counts as it can, or
-has 8 tokens, and `unreached` names the counts that it does not exceed.
+has 8 tokens, and ``unreached`` names the counts that it does not exceed.
 """
 
 from __future__ import annotations
@@ -43,19 +43,8 @@ def example_of(
     """Return the example on the model's device, or create one from the model's main input: tokens, pixels, or audio.
 
     The rows of a created example differ. Its sequences have 8 tokens, or more if more ranks may cut them, and exceed
-    the model's windows if that is cheap. It turns off the cache of keys and values.
-
-    Args:
-        model: Transformers model.
-        groups: Process groups that may cut the sequence.
-        example: Keyword arguments given by the user.
-        with_images: True to put an image before each row of tokens, for models that take both.
-
-    Returns:
-        Keyword arguments of one forward.
-
-    Raises:
-        PlanError: If no example can be created for the model's input.
+    the model's windows if that is cheap. It turns off the KV cache. ``with_images`` puts an image before each row of
+    tokens, for models that take both. Raises PlanError if no example can be created for the model's input.
     """
     if example is not None:
         return tree.tree_map_only(Tensor, partial(_as_inputs, model), dict(example))
@@ -116,9 +105,9 @@ def layer_configurations(model: Any) -> list[Any]:
 
 
 def _length(model: Any, multiple: int) -> int:
-    """Return the number of tokens of an example: a multiple of `multiple`, beyond each cheap token count of the config.
+    """Return an example's number of tokens: a multiple of ``multiple``, beyond each cheap token count of the config.
 
-    It depends on the config only, so that ranks with different parts of the model agree.
+    It only depends on the config, so that ranks with different parts of the model agree.
     """
     config = model.config.get_text_config()
     found = [getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
@@ -138,7 +127,7 @@ def _length(model: Any, multiple: int) -> int:
 
 
 def _as_inputs(model: Any, value: Tensor) -> Tensor:
-    """Move a tensor to the model's device; floating-point values also to its dtype."""
+    """Move a tensor to the model's device, and floating-point values also to its dtype."""
     return value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
 
 
@@ -179,7 +168,7 @@ def _pixels(model: Any) -> Tensor:
 
 
 def _with_images(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return one image per row, and ids with its placeholder tokens; empty if the model splits images otherwise."""
+    """Return one image per row, and ids with its placeholder tokens, or {} if the model splits images otherwise."""
     mark = getattr(model.config, "image_token_id", getattr(model.config, "image_token_index", None))
     vision = getattr(model.config, "vision_config", None)
     takes = inspect.signature(type(model).forward).parameters

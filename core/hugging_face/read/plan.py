@@ -1,4 +1,4 @@
-"""Plans that say which parameters are split over tensor parallelism, and what happens at the seams.
+"""Plans that define which parameters are split over tensor parallelism, and the actions at the seams.
 
 A style is Transformers' word for how one module is split. Here each style is a row of a table: how weight and bias are
 cut, and how the module's input and output are changed. Everything else follows from that table and the parameters'
@@ -55,7 +55,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def family_of(model: Any) -> str:
-    """Return the name of a transformers model for error messages; PlanError for any other object."""
+    """Return the name of a transformers model for error messages. Raises PlanError for any other object."""
     if not hasattr(model, "config") or not hasattr(model, "tp_plan"):
         raise PlanError(
             f"splitting takes a transformers model and was given a {type(model).__name__}; split before any wrapper"
@@ -70,13 +70,13 @@ class Style:
     Attributes:
         weight: Dimension along which the weight is cut, counted from the end; None if every rank keeps the full weight.
             A vector is cut along its only dimension.
-        bias: As `weight`, for the bias.
+        bias: As ``weight``, for the bias.
         blocks: Number of blocks in that dimension that are cut separately (2 for a fused gate and up).
         before: Action on the module's input.
         after: Action on the module's output.
         partial: True if unsplit parameters see this rank's part of an activation, so their gradients are summed over
             tp.
-        shared: With `after="select"`, number of heads at the end of the output that every rank takes.
+        shared: With ``after="select"``, number of heads at the end of the output that every rank takes.
     """
 
     weight: int | None = None
@@ -127,18 +127,17 @@ class Split:
     """Cut of one parameter along a dimension.
 
     Attributes:
-        parameter: Name of the parameter.
         shape: Shape in the full model.
         dim: Dimension that is cut over tp.
         blocks: Number of blocks in that dimension that are cut separately.
         padded: True if a length that is not divisible is padded with zeros at its end (a vocabulary), so that each
-            rank's part is a multiple of `multiple`.
+            rank's part is a multiple of ``multiple``.
         heads: Number of units in the dimension that must not be cut through; 0 if unknown.
         groups: Attribute that counts how many query heads share one of these key or value heads. If it is known, heads
             that are not divisible are computed in full on every rank, which then selects the heads of its queries.
         queries: Number of query heads.
-        axes: Groups that cut the parameter: "tp" along `dim`, "ep" along dimension 0 (experts).
-        multiple: See `padded`.
+        axes: Groups that cut the parameter: "tp" along ``dim``, "ep" along dimension 0 (experts).
+        multiple: See ``padded``.
     """
 
     parameter: str
@@ -164,22 +163,14 @@ class Split:
         return self.shape[self.dim]
 
     def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
-        """Return the parameter's shape on one rank.
-
-        Args:
-            tp: Tensor-parallel size.
-            ep: Expert-parallel size; only experts are cut over it.
-
-        Returns:
-            The local shape.
-        """
+        """Return the parameter's shape on one rank. Only experts are cut over ``ep``."""
         local = list(self.shape)
         for axis, dim, _, multiple in self.cuts:
             local[dim] = rows_on_rank(local[dim], ep if axis == "ep" else tp, multiple)
         return tuple(local)
 
     def misfit(self, tp: int) -> str | None:
-        """Explain why the parameter cannot be cut into `tp` equal parts; None if it can."""
+        """Explain why the parameter cannot be cut into ``tp`` equal parts, or return ``None`` if it can."""
         if self.is_shared(tp):
             return None
         if self.heads and self.heads % tp:
@@ -190,7 +181,7 @@ class Split:
         return None
 
     def is_shared(self, tp: int) -> bool:
-        """True if several of the `tp` ranks use the same head."""
+        """Return ``True`` if several of the ``tp`` ranks use the same head."""
         return bool(self.groups) and self.heads % tp > 0 and self.queries % tp == 0
 
 
@@ -199,15 +190,14 @@ class Seam:
     """Actions on the input and output of one module.
 
     Attributes:
-        module: Name of the module.
         style: Name of the style, for the printed plan.
         before: Action on the input.
         after: Action on the output.
-        tail: Number of last features that `copy tail` acts on, or that every rank takes under `select`.
+        tail: Number of last features that ``copy tail`` acts on, or that every rank takes under ``select``.
         heads: Number of heads, without the tail, in the full model.
-        copies: Under `select`, the number of query heads in the full model if each query gets its own copy of a head; 0
-            if all queries of a rank share the rank's heads.
-        arguments: Names of the arguments that `heads` cuts.
+        copies: Under ``select``, the number of query heads in the full model if each query gets its own copy of a head;
+            0 if all queries of a rank share the rank's heads.
+        arguments: Names of the arguments that ``heads`` cuts.
     """
 
     module: str
@@ -244,23 +234,15 @@ class Plan:
     ep: int = 1
 
     def with_vocabulary(self, multiple: int) -> Plan:
-        """Return a plan in which each rank's part of a padded vocabulary is a multiple of `multiple`."""
+        """Return a plan in which each rank's part of a padded vocabulary is a multiple of ``multiple``."""
         splits = {n: replace(s, multiple=multiple) if s.padded else s for n, s in self.splits.items()}
         return replace(self, splits=splits)
 
     def at(self, tp: int) -> Plan:
-        """Return the plan for `tp` ranks.
+        """Return the plan for ``tp`` ranks.
 
-        Key and value heads that are not divisible stay unsplit, with partial gradients.
-
-        Args:
-            tp: Tensor-parallel size.
-
-        Returns:
-            The plan.
-
-        Raises:
-            PlanError: If the model cannot be cut into `tp` equal parts. The message lists the sizes that fit.
+        Key and value heads that are not divisible stay unsplit, with partial gradients. Raises PlanError, listing the
+        sizes that fit, if the model cannot be cut into ``tp`` equal parts.
         """
         self.check_size(tp)
         shared = {name: split for name, split in self.splits.items() if split.is_shared(tp)}
@@ -280,14 +262,7 @@ class Plan:
         )
 
     def check_size(self, tp: int) -> None:
-        """Check that the model can be cut into `tp` equal parts.
-
-        Args:
-            tp: Tensor-parallel size.
-
-        Raises:
-            PlanError: If it cannot. The message lists the sizes that fit.
-        """
+        """Raise PlanError, listing the sizes that fit, unless the model can be cut into ``tp`` equal parts."""
         misfits = self._misfits(tp)
         if misfits:
             more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
@@ -313,18 +288,10 @@ class Plan:
         return [size for size in range(1, largest + 1) if not few._misfits(size)]
 
     def table(self, tp: int) -> str:
-        """Describe the plan for `tp` ranks: a line for each cut or partial parameter and for each seam.
+        """Describe the plan for ``tp`` ranks: a line for each cut or partial parameter and for each seam.
 
-        Layers that are split alike share one line.
-
-        Args:
-            tp: Tensor-parallel size.
-
-        Returns:
-            The lines, as one text.
-
-        Raises:
-            PlanError: If key or value heads are shared and the model cannot be cut into `tp` equal parts.
+        Layers with equal splits share one line. Raises PlanError if key or value heads are shared and the model cannot
+        be cut into ``tp`` equal parts.
         """
         if any(split.is_shared(tp) for split in self.splits.values()):
             return self.at(tp).table(tp)
@@ -354,16 +321,7 @@ class Plan:
 def style_of(family: str, name: str, style: str | Style) -> Style:
     """Look up a style by name; a Style is returned unchanged.
 
-    Args:
-        family: Name of the model in errors.
-        name: Module or parameter that the rule names, for the error.
-        style: The style or its name.
-
-    Returns:
-        The style.
-
-    Raises:
-        PlanError: If the name is unknown.
+    ``name`` is the module or parameter that the rule names. Raises PlanError if the style is unknown.
     """
     if isinstance(style, Style):
         return style
@@ -376,14 +334,10 @@ def style_of(family: str, name: str, style: str | Style) -> Style:
 
 
 def cut_of(style: Style, parameter: str, shape: tuple[int, ...], *, named: bool) -> tuple[int, int] | None:
-    """Return (dimension, blocks) along which a style cuts a parameter, or None if it stays unsplit.
+    """Return (dimension, blocks) along which a style cuts a parameter, or ``None`` if it stays unsplit.
 
-    Args:
-        style: Style of the rule.
-        parameter: Name of the parameter.
-        shape: Shape in the full model.
-        named: True if the rule names this parameter. Otherwise the rule names the module, and the module's bias is cut
-            with the outputs, or is unsplit and added after the sum.
+    ``named`` is ``True`` if the rule names this parameter. Otherwise the rule names the module, and the module's bias
+    is cut with the outputs, or is unsplit and added after the sum.
     """
     is_bias = len(shape) == 1 or (not named and parameter.rpartition(".")[2].endswith("bias"))
     dim = style.bias if is_bias else style.weight

@@ -1,6 +1,6 @@
-"""Policies: rules, as data, that split families without their own plan. A plugin's `custom_policy` is one of these.
+"""Policies: rules, as data, that split families without their own plan. A plugin's ``custom_policy`` is one of these.
 
-A name in a rule is the end of a module's or parameter's path; `*` matches a number. The longest matching name wins.
+A name in a rule is the end of a module's or parameter's path; ``*`` matches a number. The longest matching name wins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Policy:
 
 
 def longest_fit(name: str, ends: Iterable[str]) -> str | None:
-    """Return the longest of `ends` that a full name ends in, compared part by part; None if no end matches."""
+    """Return the longest of ``ends`` that a full name ends in, compared part by part, or ``None`` if no end matches."""
     parts = re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")
     return max((end for end in ends if parts.endswith(f".{end}")), key=len, default=None)
 
@@ -188,7 +188,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def policy_of(config: Any) -> Policy | None:
-    """Return the policy for a configuration, or None if its family has no policy."""
+    """Return the policy for a configuration, or ``None`` if its family has no policy."""
     if config.model_type == "falcon" and config.multi_query and not config.new_decoder_architecture:
         return POLICIES["falcon, multi-query"]
     return POLICIES.get(config.model_type)

@@ -16,19 +16,12 @@ KEPT = "_get_dtype_plan"  # method of transformers models: name patterns -> dtyp
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast floating-point parameters and buffers to fp16 or bf16, in place. Local.
+    """Cast floating-point parameters and buffers of any module to fp16 or bf16, in place, and return it.
 
     Complex tensors and 8-bit floats stay. Transformers models, also nested ones and ones on the meta device, get the
-    dtypes of `from_pretrained(dtype=...)`: buffers that are computed in fp32 (rotary frequencies) are not rounded, and
-    modules that a family keeps in fp32 are in fp32. A buffer that no file stores stays unchanged if its family computes
-    it in fp32. All other modules are cast completely.
-
-    Args:
-        model: Any module.
-        dtype: torch.float16 or torch.bfloat16.
-
-    Returns:
-        The model.
+    dtypes of ``from_pretrained(dtype=...)``: buffers that are computed in fp32 (rotary frequencies) are not rounded,
+    and modules that a family keeps in fp32 are in fp32. A buffer that no file stores stays unchanged if its family
+    computes it in fp32. All other modules are cast completely.
     """
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     in_8_bits = {name: t.dtype for name, t in tensors.items() if t.is_floating_point() and t.dtype.itemsize == 1}
@@ -67,14 +60,10 @@ def rounded_otherwise(model: nn.Module) -> Iterator[None]:
 
 
 def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the floating-point tensors that transformers keeps in another dtype when it loads a model in `dtype`.
+    """Return the dtypes of floating-point tensors that transformers keeps in another dtype when it loads a model in
+    ``dtype``.
 
-    Args:
-        model: Any module; transformers models inside it are considered.
-        dtype: Dtype of the cast.
-
-    Returns:
-        Name -> dtype that is kept.
+    Transformers models inside any module are considered.
     """
     kept = {}
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
@@ -97,7 +86,7 @@ def _outermost(model: nn.Module, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def dtypes_of(model: Any, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
-    """Return the dtype of each floating-point tensor of a transformers model loaded in `dtype`, by name.
+    """Return the dtype of each floating-point tensor of a transformers model loaded in ``dtype``, by name.
 
     A copy is built on the meta device to find the tensors that the family creates in fp32. Tensors of adapters are not
     included.

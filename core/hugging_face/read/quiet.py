@@ -1,4 +1,4 @@
-"""Forwards that leave a model as it was: without gradients, random numbers, or updates of running statistics."""
+"""Forwards that do not change a model: without gradients, random numbers, or updates of running statistics."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ OF_MODELS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Ke
 def run_quietly(model: Any, example: Mapping[str, Any], *, training: bool | None = None) -> Any:
     """Run a forward without gradients, and restore the random state and training modes afterwards.
 
-    Args:
-        model: Transformers model.
-        example: Keyword arguments of the forward.
-        training: As in `in_mode`. By default, a forward with labels computes as in training.
-
-    Returns:
-        The model's output.
+    ``training`` is as in ``in_mode``. By default, a forward with labels computes as in training.
     """
     training = "labels" in example if training is None else training
     with torch.no_grad(), torch.random.fork_rng(), in_mode(model, training=training):
@@ -40,10 +34,6 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
     Two forwards must give the same output, so training mode has no dropout, no noise, and no updates of running
     statistics.
-
-    Args:
-        model: Model with or without configs on its modules.
-        training: True for training mode.
     """
     modules = list(model.modules())
     configs = {id(each): each for each in (getattr(module, "config", None) for module in modules)}
@@ -79,11 +69,8 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 def refusing_failures(plan: Plan, when: str, advice: str = "", again: str = AGAIN) -> Iterator[None]:
     """Convert errors of the model's own code inside the context into PlanErrors that name the module.
 
-    Args:
-        plan: Plan of the split.
-        when: When the forward ran, for the message.
-        advice: Next step, for the message.
-        again: State of the model afterwards, for the message.
+    The message contains ``when`` the forward ran, ``advice`` for the next step, and with ``again`` the state of the
+    model afterwards.
     """
     try:
         yield

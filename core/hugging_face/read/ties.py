@@ -21,9 +21,9 @@ Stored = dict[tuple[str, str | None], dict[str, Any]]
 def stored_tensors(model: Any, files: Mapping[str, bool], mapping: Sequence[Any]) -> Stored:
     """Group the tensors of safetensors files by the parameter that each becomes, or becomes a part of.
 
-    `files` says for each file whether to verify its checksum, and `mapping` has transformers' weight conversions.
-    Returns (parameter, pattern of the conversion) -> {key in the file: open file}. The pattern is None if a single
-    tensor becomes the parameter.
+    ``files`` maps each file to True if its checksum must be verified, and ``mapping`` has transformers' weight
+    conversions. Return (parameter, pattern of the conversion) -> {key in the file: open file}. The pattern is ``None``
+    if a single tensor becomes the parameter.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -40,15 +40,10 @@ def stored_tensors(model: Any, files: Mapping[str, bool], mapping: Sequence[Any]
 
 
 def untie_by_files(model: Any, directory: Path, files: Sequence[Path]) -> list[str]:
-    """Untie parameters for which the safetensors files of a directory hold different values. Local.
+    """Untie parameters for which the safetensors files of a directory hold different values, and return their names.
 
-    Args:
-        model: Model of the directory's config, in the training dtype; it may be on the meta device.
-        directory: Checkpoint directory.
-        files: Its weight files. Files of other formats are left to the loader, which rejects them.
-
-    Returns:
-        The untied names.
+    The model is in the training dtype and may be on the meta device. Files of other formats are left to the loader,
+    which rejects them. Does not communicate.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -59,17 +54,9 @@ def untie_by_files(model: Any, directory: Path, files: Sequence[Path]) -> list[s
 
 
 def untie_as_stored(model: Any, stored: Stored, where: object) -> list[str]:
-    """Give a tied name its own parameter, with a warning, if the files hold a different value for it.
+    """Give tied names their own parameter, with a warning, if files hold different values. Return these names.
 
-    All ranks that read the same files get the same names.
-
-    Args:
-        model: Transformers model.
-        stored: Result of `stored_tensors`.
-        where: Source of the files, for the warning.
-
-    Returns:
-        The untied names.
+    All ranks that read the same files get the same names. ``where`` is the source of the files, for the warning.
     """
     names = {name: key for (name, pattern), keys in stored.items() if pattern is None for key in keys}
     in_ties = {name for pair in ties_of(model).items() for name in pair}

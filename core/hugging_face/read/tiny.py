@@ -1,4 +1,4 @@
-"""Tiny random models of a family, made offline: `tiny:FAMILY` in place of a directory.
+"""Tiny random models of a family, made offline: ``tiny:FAMILY`` in place of a directory.
 
 A table of names that configurations share makes a class small. Options other than sizes (query norms, sinks, kinds of
 layers) keep the family's defaults.
@@ -70,7 +70,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def families() -> dict[str, type]:
-    """Return each configuration class of transformers with a tensor-parallel plan, by `family/ClassName`."""
+    """Return each configuration class of transformers with a tensor-parallel plan, by ``family/ClassName``."""
     transformers_package()
     import transformers.models as models
 
@@ -92,7 +92,7 @@ def classes_of(module: str) -> dict[str, type]:
 
 
 def families_with_policy() -> dict[str, type]:
-    """Return the configuration class of each family that a policy of this package splits, by `family/ClassName`."""
+    """Return the configuration class of each family that a policy of this package splits, by ``family/ClassName``."""
     kinds = [transformers_package().CONFIG_MAPPING[name.partition(",")[0]] for name in POLICIES]
     return {f"{kind.__module__.split('.')[2]}/{kind.__name__}": kind for kind in kinds}
 
@@ -103,17 +103,9 @@ def all_families() -> dict[str, type]:
 
 
 def tiny_of_bytes(family: str, length: int) -> Any:
-    """Create a small configuration of a family's model for bytes and three marks.
+    """Create a small configuration of a family's model for sequences of ``length`` bytes, with three special tokens.
 
-    Args:
-        family: A model type, or a name of `families`.
-        length: Number of tokens of a sequence.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        LookupError: If no such family has a plan or a policy.
+    Raises LookupError if no such family has a plan or a policy.
     """
     types = (family, f"{family}_text")  # multimodal families have a separate type for their text model
     kinds = all_families().items()
@@ -129,15 +121,7 @@ def tiny_of_bytes(family: str, length: int) -> Any:
 
 
 def shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
-    """Create a small configuration of a class; nested configurations are small too.
-
-    Args:
-        kind: Configuration class.
-        overrides: Values that replace the table's.
-
-    Returns:
-        The configuration.
-    """
+    """Create a small configuration of a class, also if nested. ``overrides`` replace the table's values."""
     default: Any = kind()
     values = {name: value for name, value in SMALL.items() if _is_size(default, name)}
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
@@ -168,7 +152,7 @@ def _is_size(default: Any, name: str) -> bool:
 
 
 def _value(config: Any, name: str) -> Any:
-    """Return an attribute; False if it differs between layers, which some configurations reject to read."""
+    """Return an attribute, or False if it differs between layers, which some configurations refuse to read."""
     try:
         return getattr(config, name, None)
     except Exception:
@@ -184,16 +168,9 @@ def container_of(kind: type) -> type:
 
 
 def write_tiny(directory: Path, family: str, length: int, seed: int) -> None:
-    """Write a small random causal model of a family, and a byte tokenizer with a chat template, unless they are there.
+    """Write a small random causal model of a family, and a byte tokenizer with a chat template, unless they exist.
 
-    Args:
-        directory: Directory of the files.
-        family: As in `tiny_of_bytes`.
-        length: Number of tokens of a sequence.
-        seed: Decides the weights.
-
-    Raises:
-        ValueError: If there is no such family with a causal model.
+    Raises ValueError if there is no such family with a causal model.
     """
     if (directory / "config.json").is_file():
         return
@@ -214,7 +191,7 @@ def write_tiny(directory: Path, family: str, length: int, seed: int) -> None:
 
 
 def byte_tokenizer() -> Any:
-    """Return a tokenizer of transformers with one token for each byte, three marks and a chat template."""
+    """Return a tokenizer of transformers with one token for each byte, three special tokens and a chat template."""
     import tokenizers
 
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -233,12 +210,10 @@ def byte_tokenizer() -> Any:
 
 
 def keeps_records_apart(config: Any) -> bool:
-    """Return True if packed records of a family do not see each other when their position_ids start again at 0.
+    """Return ``True`` if packed records of a family do not see each other when their position_ids start again at 0.
 
-    Two rows of a tiny model of the family differ in their first record; the logits of the second one must not.
-
-    Args:
-        config: A configuration of the family. True for a family whose small copy cannot be made.
+    Two rows of a tiny model of the family differ in their first record; the logits of the second one must not. The
+    result is also ``True`` for a family whose small copy cannot be made.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:

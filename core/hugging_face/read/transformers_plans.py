@@ -1,7 +1,7 @@
-"""Read Transformers' tensor- and expert-parallel rules. Supports a stated range of versions; no other file reads them.
+"""Reader of Transformers' tensor- and expert-parallel rules. Supports a range of versions; no other file reads them.
 
-A model has `tp_plan`: name of a module or parameter (with `*` for a number) -> style. It already merges the rules of
-the model's config and of its children.
+A model has ``tp_plan``: name of a module or parameter (with ``*`` for a number) -> style. It already merges the rules
+of the model's config and of its children.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ CORRECTIONS: dict[str, dict[str, str]] = {
 def transformers_package() -> ModuleType:
     """Import and return transformers.
 
-    Raises:
-        ImportError: If it is not installed. The message names the extra.
-        PlanError: If the version is not supported.
+    Raises ImportError, naming the extra, if it is not installed, and PlanError if the version is not supported.
     """
     try:
         import transformers
@@ -56,10 +54,8 @@ def transformers_package() -> ModuleType:
 
 
 def checkpoint_each_layer(model: Any) -> None:
-    """Turn on transformers' gradient checkpointing in every layer.
-
-    Raises:
-        ValueError: If the family does not support it.
+    """Turn on transformers' gradient checkpointing in every layer. Raises ValueError if the family does not
+    support it.
     """
     newer = getattr(model, "activation_checkpointing_enable", None)  # if both exist, the older name warns
     (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -67,9 +63,9 @@ def checkpoint_each_layer(model: Any) -> None:
 
 @contextmanager
 def peft_by_old_names() -> Iterator[None]:
-    """Ignore transformers' warning of the old name by which peft (0.21) reads a model, within a block.
+    """Ignore transformers' warning about the old name by which peft (0.21) reads a model, within a block.
 
-    It came on every rank, and a user cannot avoid it. All other warnings pass.
+    It appeared on every rank, and a user cannot avoid it. All other warnings pass.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -77,11 +73,7 @@ def peft_by_old_names() -> Iterator[None]:
 
 
 def check_version(version: str) -> None:
-    """Check that this version's plans are supported.
-
-    Raises:
-        PlanError: If the version is outside `VERSIONS`.
-    """
+    """Raise PlanError if plans of this version are not supported (``VERSIONS``)."""
     first, after = VERSIONS
     if not first <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < after:
         raise PlanError(
@@ -92,18 +84,11 @@ def check_version(version: str) -> None:
 
 
 def read_plan(model: Any, policy: Policy | None = None) -> Plan:
-    """Read the tensor-parallel plan of a transformers model. The model may be on the meta device.
+    """Read the tensor-parallel plan of a transformers model, possibly on the meta device, for any number of ranks.
 
-    Args:
-        model: Transformers model.
-        policy: Rules that replace the model's own. By default the model's own rules are used, or the ones in `policies`
-            for a family without rules.
-
-    Returns:
-        The plan, for any number of ranks.
-
-    Raises:
-        PlanError: If the family has no rules, a style is unknown, or tied parameters would be cut differently.
+    ``policy`` has rules that replace the model's own. By default the model's own rules are used, or the ones in
+    ``policies`` for a family without rules. Raises PlanError if the family has no rules, a style is unknown, or tied
+    parameters would be cut differently.
     """
     transformers_package()
     return _Reader(model, policy).plan()
@@ -182,7 +167,7 @@ class _Reader:
         return Seam(name, word if isinstance(word, str) else "policy", how.before, how.after, tail, heads)
 
     def _cut(self, owner: str, name: str, parameter: nn.Parameter) -> tuple[Split | None, bool]:
-        """Return a parameter's cut, by its own or its module's rule; and True if unsplit with a partial gradient."""
+        """Return a parameter's cut, by its own or its module's rule, and True if unsplit with a partial gradient."""
         own = _rule_for(name, self.rules)
         word = own or self.words.get(owner)
         if word is None or id(getattr(self.modules[owner], "weight", None)) in self.full_weights:
@@ -209,7 +194,7 @@ class _Reader:
         return Split(name, shape, dim, blocks, padded, heads, f"{parent}.num_key_value_groups", heads * sharing), False
 
     def _heads(self, owner: str, length: int) -> int:
-        """Return the number of heads in the output of an attention projection; 0 if unknown or not a projection."""
+        """Return the number of heads in the output of an attention projection, or 0 if unknown or not a projection."""
         above, _, leaf = owner.rpartition(".")
         parent = self.modules.get(above)
         if leaf not in PROJECTIONS or parent is None:
@@ -262,7 +247,7 @@ class _Reader:
 
 
 def _embedding(model: Any, end: str) -> nn.Module | None:
-    """Return the input or output embedding; None if the model has none."""
+    """Return the input or output embedding, or ``None`` if the model has none."""
     try:
         return getattr(model, f"get_{end}_embeddings")()
     except (AttributeError, NotImplementedError):
@@ -270,22 +255,16 @@ def _embedding(model: Any, end: str) -> nn.Module | None:
 
 
 def _rule_for(name: str, rules: Mapping[str, str | Style]) -> str | Style | None:
-    """Return the style that the rules give a module or parameter; `*` matches a number between dots."""
+    """Return the style that the rules give a module or parameter. ``*`` matches a number between dots."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     return rules.get(name, rules.get(generic))
 
 
 def read_experts(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Find modules of fused experts by the model's `ep_plan`.
+    """Find modules of fused experts by the model's ``ep_plan``. The model may be on the meta device.
 
-    Args:
-        model: Transformers model; it may be on the meta device.
-
-    Returns:
-        Module name -> its parameters and buffers with their shapes, all [experts, ...].
-
-    Raises:
-        PlanError: If a style is unknown, or an experts' tensor does not have one entry per expert.
+    Return module name -> its parameters and buffers with their shapes, all [experts, ...]. Raises PlanError if a style
+    is unknown, or an experts' tensor does not have one entry per expert.
     """
     rules: dict[str, str] = dict(getattr(model, "ep_plan", None) or {})
     family = family_of(model)

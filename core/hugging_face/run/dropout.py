@@ -30,10 +30,10 @@ REGIONS = "dropout_regions"  # attribute of a split model: its SplitRegions over
 class ForwardStream:
     """Hooks of a split model that let a training forward draw equal random numbers on all ranks of tp and cp.
 
-    The first forward is collective over these ranks. Without `model_parallel_manual_seed` it starts the stream from the
-    lowest rank's torch seed; if only some ranks have called that function, it raises RuntimeError on all. Recomputation
-    by torch's checkpoint draws the same numbers, because the stream is installed in torch's default generators while
-    the model runs.
+    The first forward is collective over these ranks. Without ``model_parallel_manual_seed`` it starts the stream from
+    the lowest rank's torch seed; if only some ranks have called that function, it raises RuntimeError on all.
+    Recomputation by torch's checkpoint draws the same numbers, because the stream is installed in torch's default
+    generators while the model runs.
     """
 
     meets_ranks = True  # False while a step is planned without other ranks
@@ -110,12 +110,8 @@ class ForwardStream:
 class SplitRegions:
     """Hooks of modules that drop elements of tensors split over ranks: inside them, each rank draws different numbers.
 
-    The numbers follow from one number drawn outside and the rank's index. Recomputation by torch's checkpoint restores
-    the outer stream and therefore draws the same numbers.
-
-    Args:
-        axis: Name of the group that splits the tensors.
-        rank: This rank's index in that group.
+    The numbers follow from one number drawn outside and this rank's index in the group ``axis``. Recomputation by
+    torch's checkpoint restores the outer stream and therefore draws the same numbers.
     """
 
     def __init__(self, axis: str, rank: int) -> None:
@@ -126,11 +122,9 @@ class SplitRegions:
         self._paused: list[RNGState | None] = []
 
     def attach(self, modules: Collection[nn.Module], inner: Collection[nn.Module] = ()) -> None:
-        """Register the hooks.
+        """Register the hooks on modules that drop elements of split tensors.
 
-        Args:
-            modules: Modules that drop elements of split tensors.
-            inner: Modules inside them that drop elements of replicated tensors.
+        ``inner`` are modules inside them that drop elements of replicated tensors.
         """
         for around, before, after in ((modules, self.begin, self.end), (inner, self.pause, self.resume)):
             for module in around:
@@ -172,7 +166,7 @@ class SplitRegions:
 
 
 def has_dropout(model: Any) -> bool:
-    """True if a module or the config has a dropout probability above 0."""
+    """Return ``True`` if a module or the config has a dropout probability above 0."""
     config = model.config.get_text_config().to_dict()
     named = [value for name, value in config.items() if "drop" in name]
     held = [getattr(module, "p", 0.0) for module in model.modules() if isinstance(module, nn.Dropout)]
@@ -180,13 +174,7 @@ def has_dropout(model: Any) -> bool:
 
 
 def drop_parts_apart(model: Any, flow: Dataflow, groups: ProcessGroups) -> None:
-    """Let tp ranks draw different dropout masks in modules whose tensors a watched forward has shown to be split.
-
-    Args:
-        model: Split model.
-        flow: Record of the watched forward.
-        groups: Process groups.
-    """
+    """Let tp ranks draw different dropout masks in modules whose tensors a watched forward has shown to be split."""
     before = getattr(model, REGIONS, None)
     if before is not None:  # left from the base model, before adapters were added
         before.remove()

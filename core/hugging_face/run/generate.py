@@ -11,16 +11,7 @@ from core.hugging_face.run.loss.parallel_loss import ParallelCausalLoss, output_
 
 
 def generate_together(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a split model's `generate` with gathered logits and the same random numbers on all ranks of the group.
-
-    Args:
-        method: The model's own method.
-        *args: Arguments of `generate`.
-        **kwargs: Arguments of `generate`.
-
-    Returns:
-        The method's output.
-    """
+    """Call a split model's ``generate`` with gathered logits and the same random numbers on all ranks of the group."""
     model: Any = getattr(method, "__self__")  # noqa: B009
     with _gathering_logits(model), model.forward_stream.alike():
         return method(*args, **kwargs)

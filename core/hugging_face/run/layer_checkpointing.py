@@ -11,7 +11,7 @@ from core.hugging_face.read.transformers_plans import checkpoint_each_layer
 
 @dataclass(frozen=True)
 class GradientCheckpointConfig:
-    """Choice of the layers that recompute their activations.
+    """Selects the layers that recompute their activations in backward.
 
     Args:
         gradient_checkpointing_ratio: Share of each stage's layers, from the first one, between 0 and 1.
@@ -27,31 +27,31 @@ class GradientCheckpointConfig:
             )
 
     def layers_of(self, stage: int, count: int) -> int:
-        """Return the number of a stage's layers that are checkpointed.
+        """Return the number of a stage's layers that are checkpointed, counted from the first.
 
         Args:
-            stage: Index of the stage.
-            count: Number of its layers. The checkpointed ones are counted from the first.
+            stage (int): Index of the stage.
+            count (int): Number of its layers.
         """
         return int(self.gradient_checkpointing_ratio * count)
 
 
 @dataclass(frozen=True)
 class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
-    """Choice of the layers that recompute their activations, for each pipeline stage.
+    """Selects the layers that recompute their activations, for each pipeline stage.
 
     Args:
-        num_ckpt_layers_per_stage: Number of checkpointed layers of each stage; None uses the ratio.
+        num_ckpt_layers_per_stage: Number of checkpointed layers of each stage. Defaults to the ratio.
     """
 
     num_ckpt_layers_per_stage: Sequence[int] | None = None
 
     def layers_of(self, stage: int, count: int) -> int:
-        """Return the number of a stage's layers that are checkpointed. See `GradientCheckpointConfig`.
+        """Return the number of a stage's layers that are checkpointed, counted from the first.
 
         Args:
-            stage: Index of the stage.
-            count: Number of its layers.
+            stage (int): Index of the stage.
+            count (int): Number of its layers.
 
         Raises:
             ValueError: If the config does not name the stage, or names more layers than it has.
@@ -68,13 +68,7 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
 
 
 def checkpoint_layers(parts: Sequence[Any], config: GradientCheckpointConfig, lists: Sequence[str]) -> None:
-    """Turn on transformers' own checkpointing in the first layers of each part of a model.
-
-    Args:
-        parts: This rank's parts of the model.
-        config: Choice of the layers.
-        lists: Names of the lists of layers.
-    """
+    """Turn on transformers' own checkpointing in the first layers of each part of a model."""
     for part in parts:
         checkpoint_each_layer(part)
         held = [layer for name in lists for layer in part.get_submodule(name) if any(True for _ in layer.parameters())]

@@ -1,4 +1,4 @@
-"""Refuse outputs and methods of which a rank has only a part. A request for one raises before any layer runs."""
+"""Rejection of outputs and methods for which a rank only has a part. A request raises before any layer runs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,9 @@ CUT_LAYERS: Mapping[str, str] = {
 
 
 def refuse_partial_outputs(model: nn.Module, family: str, where: str, refused: Mapping[str, str]) -> None:
-    """Make a model raise ValueError if one of these arguments is requested.
+    """Make a model raise ValueError if one of the ``refused`` arguments (name -> reason) is requested.
 
-    Args:
-        model: Split model.
-        family: Name of the model in errors.
-        where: Description of the split, for the message.
-        refused: Argument -> reason.
+    ``where`` describes the split, for the message.
     """
     refuse = partial(_refuse, family, where, refused)
     model.register_forward_pre_hook(refuse, with_kwargs=True)
@@ -51,12 +47,7 @@ def refuse_partial_outputs(model: nn.Module, family: str, where: str, refused: M
 def refuse_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
     """Reject arguments of a forward before it runs, so that every pipeline stage rejects and no stage waits.
 
-    Args:
-        model: Split model.
-        arguments: Keyword arguments of the forward.
-
-    Raises:
-        ValueError: If the model rejects one of them.
+    Raises ValueError if the model rejects one of them.
     """
     for refuse in vars(model).get(REFUSALS, ()):
         refuse(model, (), dict(arguments))
@@ -79,10 +70,7 @@ def _refuse(
 def refuse_methods(model: Any, family: str, **more: str) -> None:
     """Replace methods that would save or resize a rank's part as if it were the full model.
 
-    Args:
-        model: Split model.
-        family: Name of the model in errors.
-        **more: Further method names, each with the reason for the error text.
+    ``more`` has further method names with the reason for the error text.
     """
     refused = {
         "save_pretrained": "would save this rank's part as if it were the model; call save_split on all ranks",
@@ -95,7 +83,9 @@ def refuse_methods(model: Any, family: str, **more: str) -> None:
 
 
 def _refuse_method(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: Any) -> Any:
-    """Raise PlanError in place of a method, unless the call passes the full state in `state_dict` (`save_split`)."""
+    """Raise PlanError in place of a method, unless the call passes the full state in ``state_dict``
+    (``save_split``).
+    """
     if kwargs.get("state_dict") is None:
         raise PlanError(sentence)
     return method(*args, **kwargs)

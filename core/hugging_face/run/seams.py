@@ -1,6 +1,6 @@
-"""Forwards that change the inputs and outputs of a module as its plan says, without copying the module.
+"""Forwards that change the inputs and outputs of a module according to its plan, without copying the module.
 
-A SeamForward is set as the module's `forward` attribute, so hooks, recomputation, and adapters around the module work
+A SeamForward is set as the module's ``forward`` attribute, so hooks, recomputation, and adapters around the module work
 as before.
 """
 
@@ -41,26 +41,16 @@ OVER_SEQUENCE: dict[str, Callable[..., Tensor]] = {
 
 
 def is_hidden(value: Any) -> bool:
-    """True for tensors that can be hidden states."""
+    """Return ``True`` for tensors that can be hidden states."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
 
 
 def on_first(
     change: Callable[[Tensor], Tensor], module: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply a function to the first hidden-states tensor of the arguments, positional or keyword.
+    """Apply a function to the first hidden-states tensor of the arguments, positional or keyword, and return them.
 
-    Args:
-        change: Function to apply.
-        module: Name of the module, for the error.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
-    Returns:
-        The changed arguments.
-
-    Raises:
-        PlanError: If no argument can be hidden states.
+    Raises PlanError, naming the module, if no argument can be hidden states.
     """
     place = next((number for number, value in enumerate(args) if is_hidden(value)), None)
     if place is not None:
@@ -74,8 +64,7 @@ def on_first(
 def on_output(change: Callable[[Tensor], Tensor], module: str, output: Any) -> Any:
     """Apply a function to the hidden states of a module's output, a tensor or a tuple that begins with one.
 
-    Raises:
-        PlanError: If the output does not begin with hidden states.
+    Raises PlanError if the output does not begin with hidden states.
     """
     if is_hidden(output):
         return change(output)
@@ -87,7 +76,7 @@ def on_output(change: Callable[[Tensor], Tensor], module: str, output: Any) -> A
 def _change_by_rows(change: Callable[[Tensor], Tensor], rows: tuple[int, ...], value: Tensor) -> Tensor:
     """Apply a function of [batch, s, h] also to a flattened output [batch x s, h], which llama4's experts return.
 
-    `rows` is (batch, s) of the module's input.
+    ``rows`` is (batch, s) of the module's input.
     """
     if value.dim() != 2 or len(rows) < 2 or len(value) != math.prod(rows):
         return change(value)
@@ -98,10 +87,7 @@ class SeamForward:
     """Forward of a module at a seam.
 
     Args:
-        module: Module at the seam.
-        seam: Actions on its input and output.
-        groups: Process groups.
-        length: Size of the last dimension of a gathered output in the full model, without padding; for an embedding,
+        length: Size of the last dimension of a gathered output in the full model, without padding. For an embedding,
             the rows of the full vocabulary.
         multiple: Each rank's rows of a vocabulary are a multiple of this.
 
@@ -109,7 +95,7 @@ class SeamForward:
         watch: The dataflow that is being recorded, if any.
 
     Raises:
-        PlanError: If the module already has its own `forward` attribute, or is an embedding with max_norm.
+        PlanError: If the module already has its own ``forward`` attribute, or is an embedding with max_norm.
     """
 
     def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups, length: int, multiple: int = 1) -> None:
@@ -169,7 +155,7 @@ class SeamForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _changed(self, action: str, value: Tensor) -> Tensor:
-        """Apply one of the seam's actions to an input or output, and report it to `watch`."""
+        """Apply one of the seam's actions to an input or output, and report it to ``watch``."""
         if action in OVER_SEQUENCE:  # value: [..., s, h]
             over_first = OVER_SEQUENCE[action]
             changed = over_first(value.transpose(0, -2), group=self.group).transpose(0, -2).contiguous()
@@ -217,12 +203,12 @@ class SeamForward:
         return torch.cat([own.flatten(-2), shared], dim=-1)
 
     def _rank_heads(self) -> tuple[int, int]:
-        """Return (first, number) of this rank's heads; with fewer heads than ranks, the head that it shares."""
+        """Return (first, number) of this rank's heads. With fewer heads than ranks, return the head that it shares."""
         tp, heads = group_size(self.group), self.seam.heads
         return group_rank(self.group) * heads // tp, max(1, heads // tp)
 
     def _own_heads(self, value: Any) -> Any:
-        """Return this rank's heads of [batch, heads, ...] or [batch x heads, ...]; other shapes apply to all heads."""
+        """Return this rank's heads of [batch, heads, ...] or [batch x heads, ...]. Other shapes apply to all heads."""
         heads = self.seam.heads
         if isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] == heads:
             return value.narrow(1, *self._rank_heads())
@@ -244,7 +230,7 @@ class SeamForward:
 
     @contextmanager
     def _without_bias(self) -> Iterator[Tensor | None]:
-        """Hide an unsplit bias of a split weight from the forward; the caller adds it once, after the sum."""
+        """Hide an unsplit bias of a split weight from the forward. The caller adds it once, after the sum."""
         bias = self.module._parameters.get("bias")
         if bias is None or getattr(bias, "tensor_model_parallel", False):
             yield None

@@ -3,7 +3,7 @@
 The model's own forward receives the complete sequence on every rank, and computes embeddings, masks, positions, and
 rotary tables from it.
 
-'split_gather' and 'ring' cut over the tensor-parallel ranks and are seams of the plan (`cut/sequence.py`): norms and
+'split_gather' and 'ring' cut over the tensor-parallel ranks and are seams of the plan (``cut/sequence.py``): norms and
 residual sums compute on a rank's part, and a module that contains anything else gets the complete sequence.
 'all_to_all' and 'ring_attn' cut over the context-parallel ranks: each layer gets the inputs for this rank's tokens, and
 only attention sees other tokens. Gradients: Note [Gradients of a part of the sequence] in
@@ -38,15 +38,9 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class SequenceParallel(CutSequence):
     """Cut of one model's sequence, with hooks on the model and its layers.
 
-    Args:
-        mode: One of `MODES`.
-        groups: Process groups.
-        family: Name of the model in errors.
-        local_logits: True if the sequence stays cut after the last layer, up to the loss. Only modes over the
-            context-parallel group support it; the others ignore it.
-
-    Raises:
-        PlanError: If the mode is unknown, or its group has only one rank.
+    ``mode`` is one of ``MODES``. With ``local_logits`` the sequence stays cut after the last layer, up to the loss.
+    Only modes over the context-parallel group support it; the others ignore it. Raises PlanError if the mode is
+    unknown, or its group has only one rank.
     """
 
     def __init__(self, mode: str, groups: ProcessGroups, family: str, *, local_logits: bool = False) -> None:
@@ -67,12 +61,7 @@ class SequenceParallel(CutSequence):
         return self  # shared with the copy; process groups cannot be copied
 
     def attach(self, model: Any, layers: str) -> None:
-        """Register the hooks on a model or stage.
-
-        Args:
-            model: Transformers model, or one stage of it.
-            layers: Name of its list of layers.
-        """
+        """Register the hooks on a model or stage, whose list of layers is named ``layers``."""
         self.takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
         refused = CUT_LAYERS if self.mode in OVER_CONTEXT else CUT_SEQUENCE
         refuse_partial_outputs(model, self.family, f"under {self.mode!r}", refused)
@@ -89,7 +78,7 @@ class SequenceParallel(CutSequence):
             SplitRegions("cp", group_rank(self.group)).attach(present)
 
     def enter_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Reject a length that cannot be cut, and convert `cu_seq_lens_q` to position ids. A forward pre-hook."""
+        """Reject a length that cannot be cut, and convert ``cu_seq_lens_q`` to position ids. A forward pre-hook."""
         given = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")] + [*args[:1]]
         ids = next((value for value in given if isinstance(value, Tensor) and value.dim() >= 2), None)
         kwargs = dict(kwargs)
@@ -101,11 +90,7 @@ class SequenceParallel(CutSequence):
         return args, kwargs
 
     def check_length(self, length: int) -> None:
-        """Check that a sequence of this length can be cut.
-
-        Raises:
-            ValueError: If it cannot. The message lists lengths that fit.
-        """
+        """Raise ValueError, listing lengths that fit, if a sequence of this length cannot be cut."""
         if length % self.multiple:
             below = length // self.multiple * self.multiple
             raise ValueError(
@@ -132,7 +117,7 @@ class SequenceParallel(CutSequence):
             raise ValueError(f"{self.family}: position_ids and cu_seq_lens_q name other documents; give one of the two")
 
     def enter_layer(self, is_first: bool, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Cut every per-token input of a layer to this rank's part; masks stay complete. A forward pre-hook."""
+        """Cut every per-token input of a layer to this rank's part. Masks stay complete. A forward pre-hook."""
         lengths: list[int] = []
 
         def hidden(value: Tensor) -> Tensor:

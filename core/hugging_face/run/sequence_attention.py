@@ -60,9 +60,9 @@ def _all_to_all_attention(
 ) -> tuple[Tensor, None]:
     """Attend over a split sequence by exchanging positions for heads. Collective, in forward and backward.
 
-    Key and value heads are repeated if their number is not divisible. Query, key and value are [b, heads or groups,
-    s / sp, d], the mask is of the complete sequence [b, 1 or heads, s, s], and sinks (`s_aux`) are [heads]. Returns the
-    output [b, s / sp, heads, d], and None for the attention weights.
+    Key and value heads are repeated if their number is not divisible. Query, key and value are [b, heads or groups, s /
+    sp, d], the mask is of the complete sequence [b, 1 or heads, s, s], and sinks (``s_aux``) are [heads]. Return the
+    output [b, s / sp, heads, d], and ``None`` for the attention weights.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -152,8 +152,8 @@ def _ring_of_documents(
 ) -> tuple[Tensor, None]:
     """Attend over a split sequence by passing keys and values around a ring. Collective, in forward and backward.
 
-    Attention is causal inside each document, as `_documents_of` describes them in `attention_mask`. Shapes are as in
-    `_all_to_all_attention`.
+    Attention is causal inside each document, as ``_documents_of`` describes them in ``attention_mask``. Shapes are as
+    in ``_all_to_all_attention``.
     """
     _refuse_unknown("ring_attn", options)
     _refuse_dropout("attention under 'ring_attn'", dropout)
@@ -189,15 +189,15 @@ def _documents_of(
     local_size: int | None = None,
     **unused: Any,
 ) -> Tensor | None:
-    """Describe a model's mask by documents, for `_ring_of_documents`. Arguments are the ones of transformers' masks.
+    """Describe a model's mask by documents, for ``_ring_of_documents``. Arguments are the ones of transformers' masks.
 
-    `mask_function` says whether a query sees a key, by the indices of batch, head, query, and key. `local_size` is the
-    size of a window, or of chunks, which are treated as documents.
+    ``mask_function`` returns True if a query sees a key, by the indices of batch, head, query, and key. ``local_size``
+    is the size of a window, or of chunks, which are treated as documents.
 
-    Returns the number of each token's document [b, 1, 1 + window, s], -1 for padding. The third dimension is a view, so
+    Return the number of each token's document [b, 1, 1 + window, s], -1 for padding. The third dimension is a view, so
     that no layer needs to read a number from device memory; its size minus 1 is the number of keys that a query sees,
-    including itself; size 1 means no window. None if nothing is masked. Empty [b, 1, 1, 0] if the mask is not causal
-    inside each document: this is not an error yet, because some models create masks that no layer uses.
+    including itself; size 1 means no window. Return ``None`` if nothing is masked, and empty [b, 1, 1, 0] if the mask
+    is not causal inside each document. This is not an error yet, because some models create masks that no layer uses.
     """
     if q_length != kv_length:
         raise ValueError(f"'ring_attn' needs as many keys as queries, and got {q_length} queries and {kv_length} keys")

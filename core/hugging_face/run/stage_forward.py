@@ -30,8 +30,7 @@ class ModelCut:
     """Places where a model can be cut into stages.
 
     Attributes:
-        family: Name of the model in errors.
-        lists: Names of the lists of layers; the encoder's comes first, if any.
+        lists: Names of the lists of layers, the encoder's first, if any.
         counts: Lengths of these lists.
         entry: Modules with parameters that are used before the layers of a list.
         between: Modules with parameters that are used after the encoder's layers.
@@ -61,12 +60,9 @@ class ModelCut:
 
 
 def refuse_router_loss(family: str, model: Any, asked: bool | None = None) -> None:
-    """Raise PlanError if the routers' loss is requested, because a stage has only its own layers' routers.
+    """Raise PlanError if the routers' loss is requested, because a stage only has its own layers' routers.
 
-    Args:
-        family: Name of the model in errors.
-        model: Transformers model.
-        asked: The forward's argument `output_router_logits`; None reads the config.
+    ``asked`` is the forward's argument ``output_router_logits``; ``None`` reads the config.
     """
     if getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked:
         raise PlanError(
@@ -76,21 +72,14 @@ def refuse_router_loss(family: str, model: Any, asked: bool | None = None) -> No
 
 
 class _Leave(Exception):
-    """Exception that ends a stage's forward at the first layer of a later stage; it carries that layer's inputs."""
+    """Exception that ends a stage's forward at the first layer of a later stage. It carries that layer's inputs."""
 
 
 class StageForward:
-    """The forward of one stage: takes `received=`, and returns the tensors for the next stage or the model's output.
+    """Forward of one stage: takes ``received=``, and returns the tensors for the next stage or the model's output.
 
-    It is set as the model's `forward` attribute. All other arguments are the model's own and the same on every stage:
+    It is set as the model's ``forward`` attribute. All other arguments are the model's own and the same on every stage:
     token ids give the shapes, masks, and positions.
-
-    Args:
-        model: Model that holds this stage's modules.
-        cut: Places where the model can be cut.
-        layout: Pipeline layout.
-        part: Layers of this stage.
-        streams: Tensors that the stages send.
 
     Attributes:
         absent: Names of the modules that are on other stages.
@@ -107,19 +96,13 @@ class StageForward:
         self.absent: list[str] = []
 
     def __call__(self, *args: Any, received: Tensor | tuple[Tensor, ...] | None = None, **kwargs: Any) -> Any:
-        """Run the stage.
+        """Run the stage, and return the tensors to send, or on the last stage the model's output.
 
-        Args:
-            *args: Arguments of the model's forward.
-            received: Tensors that the previous stage sent; None on the first stage only.
-            **kwargs: Keyword arguments of the model's forward.
-
-        Returns:
-            The tensors to send: hidden states [batch, sequence, hidden], or a tuple as `streams` describes. The last
-            stage returns the model's output.
+        ``received`` are the tensors that the previous stage sent, and ``None`` only on the first stage. The tensors to
+        send are hidden states [batch, sequence, hidden], or a tuple as ``streams`` describes.
 
         Raises:
-            ValueError: If `received` is missing, or given on the first stage.
+            ValueError: If ``received`` is missing, or given on the first stage.
             PlanError: If the forward ends without reaching the next stage's layer, or router logits are requested.
         """
         if (received is None) != self.part.pre_process:
@@ -151,14 +134,14 @@ class StageForward:
         return output
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Tensor, ...], Any]:
-        """Run the model's own forward; return the tensors to send and no output, or nothing to send and the output."""
+        """Run the model's own forward. Return the tensors to send and no output, or nothing to send and the output."""
         try:
             return (), type(self.model).forward(self.model, *args, **kwargs)
         except _Leave as leave:
             return leave.args[0], None
 
     def _of_decoder(self, like: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the inputs of the decoder's first layer on an encoder stage; the first stage computes them."""
+        """Return the inputs of the decoder's first layer on an encoder stage. The first stage computes them."""
         if not self.part.pre_process:
             return self.received[len(self.streams.calls[self.first].slots) :]
         self.entered = 1
@@ -209,7 +192,9 @@ class StageForward:
         raise _Leave(values)
 
     def absent_entry(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward of a first-stage module on another stage: returns NaN, so that any use of the result is detected."""
+        """Forward of a first-stage module on another stage. It returns NaN, so that any use of the result is
+        detected.
+        """
         form = self.streams.absent.get((name, self.entered))
         if not self.received or form is None:
             raise PlanError(

@@ -1,4 +1,4 @@
-"""Run pipeline stages of transformers models in a PipelineRunner: find, step, and describe a stage."""
+"""Pipeline stages of transformers models in a PipelineRunner: find, step, and describe a stage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from core.pipeline_parallel.runner import MicrobatchLoss
 
 
 def stage_of(chunk: nn.Module) -> StageForward:
-    """Return the stage forward inside a model, wrapped or not.
-
-    Raises:
-        PlanError: If the model is not a stage.
-    """
+    """Return the stage forward inside a model, wrapped or not. Raises PlanError if the model is not a stage."""
     for module in chunk.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, StageForward):
@@ -40,7 +36,7 @@ def stage_forward_step(chunk: nn.Module, microbatch: Mapping[str, Any], hidden: 
         hidden: Tensors received from the previous stage; None on the first.
 
     Returns:
-        The tensors to send; on the last stage, the model's own loss.
+        The tensors to send, or on the last stage the model's own loss.
 
     Raises:
         ValueError: If the last stage computed no loss.
@@ -57,7 +53,7 @@ def stage_forward_step(chunk: nn.Module, microbatch: Mapping[str, Any], hidden: 
 def stage_activations(
     chunk: nn.Module, microbatch_size: int, sequence_length: int, target_length: int = 0
 ) -> Callable[[int], list[Tensor]]:
-    """Describe the activations that each stage sends, for a PipelineRunner.
+    """Return a function from a stage index to the meta tensors that the stage sends, for a PipelineRunner.
 
     These are hidden states [microbatch, sequence, hidden]. Stages of an encoder-decoder also send the inputs of the
     decoder's first layer, the encoder's output, and T5's position biases.
@@ -67,9 +63,6 @@ def stage_activations(
         microbatch_size: Number of rows.
         sequence_length: Length of the encoder's tokens, or of a causal model's.
         target_length: Length of the decoder's tokens.
-
-    Returns:
-        A function from the number of a stage to the tensors that it sends, on the meta device.
     """
     stage = stage_of(chunk)
     sizes = Sizes(microbatch_size, sequence_length, target_length)
@@ -78,18 +71,10 @@ def stage_activations(
 
 
 def activations_of(chunk: nn.Module, microbatch: Mapping[str, Any]) -> Callable[[int], list[Tensor]]:
-    """Describe the activations that each stage sends for one microbatch, as `stage_activations`.
+    """Return the activations that each stage sends for one microbatch, like ``stage_activations``.
 
-    Args:
-        chunk: A stage of the model.
-        microbatch: Keyword arguments of a forward; their sizes are used.
-
-    Returns:
-        A function from the number of a stage to the tensors that it sends, on the meta device.
-
-    Raises:
-        PlanError: If the model does not take token ids and is not an encoder-decoder.
-        ValueError: If the microbatch lacks the model's main input.
+    Raises PlanError if the model does not take token ids and is not an encoder-decoder, and ValueError if the
+    microbatch lacks the model's main input.
     """
     stage = stage_of(chunk)
     main = stage.model.main_input_name
@@ -104,15 +89,7 @@ def activations_of(chunk: nn.Module, microbatch: Mapping[str, Any]) -> Callable[
 
 
 def stages_config(layout: PipelineLayout, tp: int = 1) -> ModelParallelConfig:
-    """Create the config for `wrap_stages`; it defines which chunks of a rank form one model.
-
-    Args:
-        layout: Pipeline layout.
-        tp: Tensor-parallel size.
-
-    Returns:
-        The config.
-    """
+    """Create the config for ``wrap_stages``, which defines the chunks of a rank that form one model."""
     virtual = layout.chunks if layout.chunks > 1 else None
     return ModelParallelConfig(
         tensor_model_parallel_size=tp,
@@ -122,14 +99,9 @@ def stages_config(layout: PipelineLayout, tp: int = 1) -> ModelParallelConfig:
 
 
 def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Create the received tensors of a stage that runs alone: random numbers, the same on all ranks.
+    """Create the ``received`` argument of a stage that runs alone: random numbers, the same on all ranks.
 
-    Args:
-        chunk: A stage of the model.
-        arguments: Keyword arguments of the example.
-
-    Returns:
-        The stage's argument `received`; empty for the first stage.
+    It is empty for the first stage.
     """
     stage = stage_of(chunk)
     if stage.part.pre_process:

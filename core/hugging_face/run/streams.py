@@ -21,13 +21,7 @@ HIDDEN = "hidden_states"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a microbatch.
-
-    Attributes:
-        rows: Number of rows.
-        source: Length of the encoder's tokens, or of a causal model's.
-        target: Length of the decoder's tokens.
-    """
+    """Sizes of a microbatch: rows, length of the encoder's (or a causal model's) tokens, and of the decoder's."""
 
     rows: int
     source: int
@@ -40,7 +34,6 @@ class Form:
 
     Attributes:
         dims: For each dimension, a number and the size that is added to it ('' for none).
-        dtype: The tensor's dtype.
         is_split: True if a dimension counts this tensor-parallel rank's heads.
     """
 
@@ -57,14 +50,9 @@ class Form:
         return torch.empty(self.shape(sizes), dtype=self.dtype, device="meta")
 
     def over(self, heads: Collection[int], tp: int) -> Form:
-        """Return the form on one of `tp` ranks: a head count in the second of four dimensions is divided by `tp`.
+        """Return the form on one of ``tp`` ranks: a head count in the second of four dimensions is divided by ``tp``.
 
-        Args:
-            heads: Numbers of heads of the layers, which may differ.
-            tp: Tensor-parallel size.
-
-        Returns:
-            The form of the local tensor; unchanged if no dimension counts heads.
+        ``heads`` are the layers' head counts, which may differ. The form is unchanged if no dimension counts heads.
         """
         if tp == 1 or len(self.dims) != 4 or self.dims[1] not in {(number, "") for number in heads}:
             return self
@@ -74,7 +62,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer.
+    """Call of a layer.
 
     Attributes:
         slots: Arguments that depend on learned values, hidden states first.
@@ -120,7 +108,7 @@ class Streams:
         return Sizes(rows, source, received[len(self.calls[layer].slots) if layer < self.decoder else 1].shape[1])
 
     def over(self, heads: Collection[int], tp: int) -> Streams:
-        """Return the streams on one of `tp` ranks."""
+        """Return the streams on one of ``tp`` ranks."""
         calls = [replace(call, forms=tuple(form.over(heads, tp) for form in call.forms)) for call in self.calls]
         return replace(self, calls=tuple(calls))
 

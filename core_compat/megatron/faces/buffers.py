@@ -24,7 +24,7 @@ class BufferMemory(Tensor):
     """The memory of a buffer."""
 
     def storage(self) -> Any:
-        """Return the storage. Programs free buffers by its `resize_(0)`, which is rejected."""
+        """Return the storage. Programs free buffers by its ``resize_(0)``, which is rejected."""
         return _Storage(super().storage())
 
 
@@ -50,7 +50,7 @@ class _Storage:
 
 
 class BufferList(list[GradBuffer]):
-    """Gradient buffers, as Megatron's `ddp.buffers`.
+    """Gradient buffers, as Megatron's ``ddp.buffers``.
 
     Calling it returns the module's own buffers, like torch's method.
     """
@@ -69,11 +69,7 @@ class BufferList(list[GradBuffer]):
 
 @arguments("buffer data_parallel_world_size>count")
 def shard_buffer(buffer: Tensor, count: int) -> list[Tensor]:
-    """Return views of `count` equal parts of a flat tensor.
-
-    Raises:
-        ValueError: If its size is not divisible.
-    """
+    """Return views of ``count`` equal parts of a flat tensor. Raises ValueError if its size is not divisible."""
     return list(buffer.split(divide(buffer.numel(), count, "shard_buffer")))
 
 

@@ -31,7 +31,7 @@ class Strategy:
 
 
 class StrictHandling(enum.Enum):
-    """Behaviour if a checkpoint lacks requested keys ('unexpected') or has additional ones ('missing')."""
+    """Behavior if a checkpoint lacks requested keys ('unexpected') or has additional ones ('missing')."""
 
     ASSUME_OK_UNEXPECTED, IGNORE_ALL = "assume_ok_unexpected", "ignore_all"
     LOG_UNEXPECTED, LOG_ALL = "log_unexpected", "log_all"
@@ -46,9 +46,7 @@ class StrictHandling(enum.Enum):
 def load(sharded_state_dict: Any, checkpoint_dir: Any, strict: Any, process_group: Any) -> Any:
     """Load core.checkpoint.load_tree's tree. Collective.
 
-    Returns:
-        The tree. If `strict` returns mismatches: (tree, keys of the file not requested, requested keys not in the
-            file).
+    If ``strict`` returns mismatches, return (tree, keys of the file not requested, requested keys not in the file).
     """
     how = StrictHandling(strict).value
     found = ours.load_tree(
@@ -77,7 +75,7 @@ def load_plain_tensors(checkpoint_dir: Any) -> Any:
 
 @arguments("checkpoint_dir=None * preloaded_state_dict=None")
 def load_content_metadata(checkpoint_dir: Any, preloaded_state_dict: Any) -> Any:
-    """Return the content_metadata passed to `save`."""
+    """Return the content_metadata passed to ``save``."""
     if preloaded_state_dict is not None:
         return preloaded_state_dict.get("content_metadata")
     if checkpoint_dir is None:

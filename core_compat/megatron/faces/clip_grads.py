@@ -1,4 +1,4 @@
-"""Megatron's functions on gradients in `.grad`, for custom optimizers.
+"""Megatron's functions on gradients in ``.grad``, for custom optimizers.
 
 get_megatron_optimizer clips gradients itself.
 """
@@ -23,13 +23,7 @@ from core_compat.megatron.faces.refusals import arguments
 def get_grad_norm_fp32(
     grads_for_norm: Tensor | Sequence[Tensor], norm_type: float = 2, grad_stats_parallel_group: Any = None
 ) -> float:
-    """Compute the norm of tensors on all ranks of a group, as one fp32 vector. Collective.
-
-    Args:
-        grads_for_norm: A tensor or several.
-        norm_type: Exponent of the norm; inf for the maximum.
-        grad_stats_parallel_group: The group; None is the world.
-    """
+    """Compute the norm of tensors on all ranks of a group, by default the world, as one fp32 vector. Collective."""
     grads = _listed(grads_for_norm)
     exponent = float(norm_type)
     norms = [torch.linalg.vector_norm(grad.detach(), exponent, dtype=torch.float32) for grad in grads]
@@ -43,13 +37,13 @@ def get_grad_norm_fp32(
 
 @arguments("parameters max_norm total_norm !use_decoupled_grad=False")
 def clip_grad_by_total_norm_fp32(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: float) -> None:
-    """Multiply every `.grad` by max_norm / total_norm if that is below 1."""
+    """Multiply every ``.grad`` by max_norm / total_norm if that is below 1."""
     torch.nn.utils.clip_grads_with_norm_(_listed(parameters), max_norm, torch.tensor(float(total_norm)))
 
 
 @arguments("parameters grad_stats_parallel_group !use_decoupled_grad=False tp_group=None -expert_tp_group=None")
 def count_zeros_fp32(parameters: Tensor | Iterable[Tensor], grad_stats_parallel_group: Any, tp_group: Any) -> float:
-    """Count the zeros of all `.grad` on the ranks of a group. Collective.
+    """Count the zeros of all ``.grad`` on the ranks of a group. Collective.
 
     Copies of a parameter count once. A parameter without a gradient has no zeros.
     """

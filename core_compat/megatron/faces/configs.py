@@ -1,6 +1,6 @@
 """Megatron's configurations with every field of its versions, obeyed or rejected by name. They are mutable.
 
-Our configurations are created from them at their use (`ours()`), so the values at that time count.
+The engine's configurations are created from them at their use (``ours()``), so the values at that time count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OF_THE_SCHEDULE = (
 
 
 class _Written:
-    """A mutable configuration. Setting an unsupported value raises an error or warns."""
+    """Mutable configuration. Setting an unsupported value raises an error or warns."""
 
     rules: Mapping[str, Rule] = {}
 
@@ -46,13 +46,13 @@ class _Written:
         super().__setattr__(name, value)
 
     def same_fields(self, kind: Any, *without: str) -> dict[str, Any]:
-        """Return the fields that our configuration class also has and that have an effect, by name."""
+        """Return the fields that the engine's configuration class also has and that have an effect, by name."""
         names = [found.name for found in dataclasses.fields(kind) if found.name not in {*without, *self.rules}]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
 def _base(name: str, ours: Any) -> Any:
-    """Create a dataclass with our class's fields and their defaults, and with the unsupported fields."""
+    """Create a dataclass with the engine's fields and their defaults, and with the unsupported fields."""
     rules = rules_of(name)
     made = {key: field(default=rule.defaults[0]) for key, rule in rules.items()}
     kept = [found for found in dataclasses.fields(ours) if found.name not in rules]
@@ -71,18 +71,13 @@ _ModelParallel: Any = _base("ModelParallelConfig", OurModelParallelConfig)
 class DistributedDataParallelConfig(_DDP):
     """Options of the wrapper: the fields of core.distributed.DistributedDataParallelConfig, and Megatron's.
 
-    Attributes:
-        data_parallel_sharding_strategy: Requires use_megatron_fsdp=True, as in Megatron; rejected without it.
+    ``data_parallel_sharding_strategy`` requires use_megatron_fsdp=True, as in Megatron, and is rejected without it.
     """
 
     use_megatron_fsdp: bool = False
 
     def ours(self) -> OurDDPConfig:
-        """Return our equivalent configuration.
-
-        Raises:
-            ValueError: If there is no equivalent.
-        """
+        """Return the engine's equivalent configuration. Raises ValueError if there is no equivalent."""
         if self.data_parallel_sharding_strategy != "no_shard" and not self.use_megatron_fsdp:
             raise ValueError(
                 f"data_parallel_sharding_strategy is {self.data_parallel_sharding_strategy!r} and use_megatron_fsdp is "
@@ -95,9 +90,7 @@ class DistributedDataParallelConfig(_DDP):
 class OptimizerConfig(_Optimizer):
     """Options of the optimizer: the fields of core.optimizer.OptimizerConfig, and Megatron's.
 
-    Attributes:
-        overlap_param_gather: Must equal the wrapper's option.
-        muon_use_nesterov: Old name of muon_nesterov.
+    ``overlap_param_gather`` must equal the wrapper's option. ``muon_use_nesterov`` is the old name of muon_nesterov.
     """
 
     params_dtype: torch.dtype = torch.float32
@@ -106,7 +99,7 @@ class OptimizerConfig(_Optimizer):
     overlap_param_gather: bool = False
 
     def ours(self) -> OurOptimizerConfig:
-        """Return our equivalent configuration."""
+        """Return the engine's equivalent configuration."""
         given = self.same_fields(OurOptimizerConfig)
         if self.params_dtype == torch.float32 and (self.fp16 or self.bf16):
             given["params_dtype"] = None  # Megatron leaves it at fp32, the default, for 16-bit models too
@@ -125,9 +118,7 @@ class ModelParallelConfig(_ModelParallel):
     """Parallel sizes, dtypes and callbacks: the fields of core.model_parallel_config, and Megatron's.
 
     The pipeline schedule reads and checks variable_seq_lengths and microbatch_group_size_per_vp_stage.
-
-    Attributes:
-        pipeline_dtype: Dtype of tensors sent between stages; None uses params_dtype.
+    ``pipeline_dtype`` is the dtype of tensors sent between stages, by default params_dtype.
     """
 
     pipeline_dtype: torch.dtype | None = None
@@ -145,10 +136,8 @@ class ModelParallelConfig(_ModelParallel):
 
 
 def check_model_config(config: Any) -> None:
-    """Check a model's configuration, which may be Megatron's own.
-
-    Raises:
-        ValueError: If its layers need Megatron's schedule.
+    """Raise ValueError if the layers of a model's configuration, which may be Megatron's own, need Megatron's
+    schedule.
     """
     for name in OF_THE_SCHEDULE:
         rule = ModelParallelConfig.rules[name]

@@ -20,7 +20,7 @@ __all__ = ["HyperCommGrid", "RankGenerator"]
 
 
 def groups_along(shape: Sequence[int], axes: Iterable[int]) -> list[list[int]]:
-    """Return the ranks of every group that spans `axes` of a grid, whose last axis varies fastest."""
+    """Return the ranks of every group that spans ``axes`` of a grid, whose last axis varies fastest."""
     inside = sorted(axes)
     outside = [axis for axis in range(len(shape)) if axis not in inside]
     ranks = np.arange(math.prod(shape)).reshape(shape).transpose(*outside, *inside)
@@ -49,17 +49,17 @@ def _refuse_view(view: str | None) -> None:
 class RankGenerator:
     """All groups of a grid of ranks, from sizes whose product is its number of ranks. Pure arithmetic.
 
-    Either ep or cp is 1: dense parameters and experts each have their own grid.
+    Either ep or cp is 1, because dense parameters and experts each have their own grid.
 
     Args:
-        tp: Tensor-parallel size.
-        ep: Expert-parallel size.
-        dp: Data-parallel size.
-        pp: Pipeline-parallel size.
-        cp: Context-parallel size.
-        order: Axes from the smallest stride to the largest, such as 'tp-cp-ep-dp-pp'.
-        rank_offset: Global rank of the first rank.
-        gtp_remat: Must be 1.
+        tp (int): Tensor-parallel size.
+        ep (int): Expert-parallel size.
+        dp (int): Data-parallel size.
+        pp (int): Pipeline-parallel size.
+        cp (int): Context-parallel size.
+        order (str): Axes from the smallest stride to the largest, such as 'tp-cp-ep-dp-pp'.
+        rank_offset (int, optional): Global rank of the first rank.
+        gtp_remat (int, optional): Must be 1.
 
     Raises:
         ValueError: If ep and cp are both above 1, or gtp_remat is not 1.
@@ -82,23 +82,26 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[token] for token in self.grid.axes]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Return, for each axis of `order`, True if `token` contains it."""
+        """Return, for each axis of ``order``, True if ``token`` contains it."""
         return [axis in token.split("-") for axis in order.split("-")]
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Return the groups that span the axes of `token`, such as 'tp-dp'."""
+        """Return the groups that span the axes of ``token``, such as 'tp-dp'."""
         groups = self.grid.groups(token, expert=self.ep > 1)
         return [[rank + self.rank_offset for rank in group] for group in groups]
 
 
 class HyperCommGrid:
-    """A grid of ranks with named dimensions, whose groups are created on demand.
+    """Grid of ranks with named dimensions, whose groups are created on demand.
+
+        grid = HyperCommGrid([2, 4], ["tp", "dp"])
+        tp_group = grid.create_pg("tp")
 
     Args:
-        shape: Size of each dimension; the first has the smallest stride.
-        dim_names: Name of each dimension.
-        rank_offset: Global rank of the first rank.
-        backend: Backend of the groups.
+        shape (Sequence[int]): Size of each dimension. The first has the smallest stride.
+        dim_names (Sequence[str]): Name of each dimension.
+        rank_offset (int, optional): Global rank of the first rank.
+        backend (str, optional): Backend of the groups.
     """
 
     def __init__(
@@ -125,12 +128,14 @@ class HyperCommGrid:
         return tuple(sorted(len(self.shape) - 1 - self.dim_names.index(name) for name in names))
 
     def get_rank_enum(self, dims: str | Sequence[str], *, view: str | None = None) -> list[list[int]]:
-        """Return the ranks of every group that spans `dims`; the dimension with the smallest stride varies fastest."""
+        """Return the ranks of every group that spans ``dims``. The dimension with the smallest stride varies
+        fastest.
+        """
         _refuse_view(view)
         return [[self.rank_offset + rank for rank in g] for g in groups_along(self.shape[::-1], self._axes(dims))]
 
     def create_pg(self, dims: str | Sequence[str], *, view: str | None = None, **kwargs: Any) -> Any:
-        """Create the groups that span `dims` and return this rank's.
+        """Create the groups that span ``dims`` and return this rank's.
 
         Collective: every rank of the world must call this.
 
@@ -144,7 +149,7 @@ class HyperCommGrid:
         return self._groups[axes]
 
     def get_pg(self, dims: str | Sequence[str], *, view: str | None = None) -> Any:
-        """Return this rank's group that spans `dims`.
+        """Return this rank's group that spans ``dims``.
 
         Raises:
             KeyError: If it was not created.

@@ -11,7 +11,7 @@ _REFUSED = "!keep_master_weight_for_test=False !is_expert=False"
 
 
 def _layer(kind: type, row: str) -> Any:
-    """Create a class with Megatron's arguments. Layers in our models are instances of it too."""
+    """Create a class with Megatron's arguments. Layers in models of this package are instances of it too."""
     space = {"stands_for": kind, "__init__": arguments(row)(vars(kind)["__init__"]), "__module__": __name__}
     return StandsFor(kind.__name__, (kind,), space)
 

@@ -27,7 +27,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Call core.tensor_parallel's loss for a vocabulary of equal parts without padding, as Megatron reads the logits.
 
-    Gathered logits cannot be distinguished from a rank's part. Pass vocab_size to our function, which detects them.
+    Gathered logits cannot be distinguished from a rank's part. core.tensor_parallel's function detects them by
+    vocab_size.
     """
     group = _group(tp_group)
     size = vocab_parallel_logits.shape[-1] * group_size(group)
@@ -44,7 +45,7 @@ reduce_scatter_to_sequence_parallel_region = arguments(
 
 @arguments("group input_ output_split_sizes_=None input_split_sizes=None !use_nccl_stream=False")
 def all_to_all(group: Any, input_: Tensor, output_split_sizes_: Any, input_split_sizes: Any) -> Tensor:
-    """Exchange rows with every rank of a group; equal parts if no sizes are given. Differentiable. Collective."""
+    """Exchange rows with every rank of a group, in equal parts if no sizes are given. Differentiable. Collective."""
     size = group_size(group)
     even = [divide(input_.shape[0], size, "rows of all_to_all over the group")] * size if not input_split_sizes else []
     return all_to_all_rows(input_, input_split_sizes or even, output_split_sizes_ or even, group)
@@ -84,7 +85,7 @@ get_cuda_rng_tracker = arguments(_TRACKER)(ours.get_rng_tracker)
 
 @arguments(f"{_TRACKER} force_reset=False")
 def initialize_rng_tracker(force_reset: bool) -> None:
-    """Remove all streams if `force_reset` is True. There is one tracker from the start."""
+    """Remove all streams if ``force_reset`` is True. There is one tracker from the start."""
     if force_reset:
         ours.get_rng_tracker().reset()
 
@@ -103,7 +104,7 @@ def split_tensor_along_last_dim(
 
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, tp_group: Any = None) -> Tensor:
-    """Return this rank's part of the flattened tensor; a copy if `new_buffer` is True."""
+    """Return this rank's part of the flattened tensor, as a copy if ``new_buffer`` is ``True``."""
     part = tensor.view(-1).chunk(group_size(_group(tp_group)))[group_rank(_group(tp_group))]
     return part.clone() if new_buffer else part
 
@@ -141,5 +142,5 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 
 def param_is_not_tensor_parallel_duplicate(param: nn.Parameter, tp_group: Any = None) -> bool:
-    """Return True on ranks that count a parameter in a norm: all ranks with a slice of it, else the first."""
+    """Return ``True`` on ranks that count a parameter in a norm: all ranks with a slice of it, else the first."""
     return bool(getattr(param, "tensor_model_parallel", False)) or group_rank(_group(tp_group)) == 0

@@ -1,4 +1,4 @@
-"""Number of microbatches of a step; the global batch may grow with the number of consumed samples."""
+"""Number of microbatches per step. The global batch may grow with the number of consumed samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class MicrobatchCalculator:
-    """Number of microbatches of a step, computed from the global batch.
+    """Computes the number of microbatches per step from the global batch.
 
         calculator = MicrobatchCalculator(
             64, micro_batch_size=2, data_parallel_size=4, rampup=(16, 16, 10_000)
@@ -17,11 +17,11 @@ class MicrobatchCalculator:
         for _ in range(calculator.get()): ...    # 2 at first, 8 after 10,000 samples
 
     Attributes:
-        global_batch_size: Samples of a step on all data ranks.
-        micro_batch_size: Samples of a microbatch on one data rank.
+        global_batch_size: Samples per step on all data ranks.
+        micro_batch_size: Samples per microbatch on one data rank.
         data_parallel_size: Number of data ranks.
         decrease: Round a batch down to a multiple that the data ranks can share. If False, it must be divisible.
-        rampup: (first batch, increment, samples) for growth to global_batch_size in equal steps; None for no growth.
+        rampup: (first batch, increment, samples) for growth to global_batch_size in equal steps.
         current_global_batch_size: Samples of the current step, before rounding.
         current_running_global_batch_size: Samples of the current step, after rounding.
         num_micro_batches: Microbatches of the current step.
@@ -54,8 +54,8 @@ class MicrobatchCalculator:
         """Set the batch for a number of consumed samples.
 
         Args:
-            consumed_samples: Samples of all earlier steps.
-            consistency_check: Reject a batch that is not divisible.
+            consumed_samples (int): Samples of all earlier steps.
+            consistency_check (bool, optional): Reject a batch that is not divisible.
 
         Raises:
             ValueError: If the batch is not divisible, or smaller than one microbatch.

@@ -18,11 +18,8 @@ from core_compat.megatron.faces.checkpoint import sharded_state_dict
 class Float16Module(nn.Module):
     """Wrapper that runs a module in 16 bits: the first stage casts inputs, and the last stage returns fp32.
 
-    The module's parameters are cast in place, and keep their names in the full model.
-
-    Args:
-        config: Configuration with exactly one of fp16 and bf16.
-        module: Module to wrap.
+    The module's parameters are cast in place, and keep their names in the full model. ``config`` must have exactly one
+    of fp16 and bf16.
     """
 
     def __init__(self, config: Any, module: nn.Module) -> None:
@@ -40,7 +37,7 @@ class Float16Module(nn.Module):
     sharded_state_dict = sharded_state_dict
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
-        """Pass the hidden state of the stage before to the module."""
+        """Pass the hidden state of the previous stage to the module."""
         get_attr_wrapped_model(self.module, "set_input_tensor")(hidden)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
@@ -62,16 +59,10 @@ def _cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
 
 
 def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
-    """Return an attribute of the outermost module that has it.
+    """Return an attribute of the outermost module that has it, or with ``return_model_obj`` the module.
 
-    Args:
-        model: A wrapped model.
-        attr: Name of the attribute.
-        allow_none: If False, skip modules whose attribute is None.
-        return_model_obj: Return the module instead.
-
-    Raises:
-        RuntimeError: If no module has the attribute, or `model` is a list.
+    Without ``allow_none``, skip modules whose attribute is ``None``. Raises RuntimeError if no module has the
+    attribute, or ``model`` is a list.
     """
     if isinstance(model, list):
         raise RuntimeError(f"get_attr_wrapped_model({attr!r}) was given a list; ask one of its model chunks")
@@ -93,7 +84,9 @@ def get_model_xattn(model: Any) -> bool:
 
 
 def unwrap_model(model: Any, module_instances: Any = None) -> Any:
-    """Return the module inside all wrappers, or inside wrappers of the types `module_instances`; for a list, a list."""
+    """Return the module inside all wrappers, or inside wrappers of the types ``module_instances``; for a list, a
+    list.
+    """
     if isinstance(model, list):
         return [unwrap_model(part, module_instances) for part in model]
     while isinstance(model, module_instances) if module_instances else hasattr(model, "module"):

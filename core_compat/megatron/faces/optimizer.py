@@ -24,11 +24,11 @@ from core_compat.megatron.faces.refusals import arguments, never_made, refusal
 
 
 class DistributedDataParallel(OurWrapper):
-    """core.distributed.DistributedDataParallel, which also accepts Megatron's configurations.
+    """core.distributed.DistributedDataParallel that also accepts Megatron's configurations.
 
-    ddp_config is read once, when the model is wrapped; `self.ddp_config` is the result. All-gathers are complete when
+    ddp_config is read once, when the model is wrapped; ``self.ddp_config`` is the result. All-gathers are complete when
     the optimizer's step returns, so hooks before a forward have nothing to wait for, enabled or not. As in Megatron,
-    parameters get `grad_added_to_main_grad = False`; a kernel that accumulates into main_grad sets it to True.
+    parameters get ``grad_added_to_main_grad = False``; a kernel that accumulates into main_grad sets it to True.
     """
 
     @arguments(
@@ -46,15 +46,15 @@ class DistributedDataParallel(OurWrapper):
 
     @property
     def buffers(self) -> BufferList:
-        """The gradient buffers of dense parameters.
+        """Gradient buffers of dense parameters.
 
-        Calling it returns the module's own buffers, like torch's method.
+        Calling the result returns the module's own buffers, like torch's method.
         """
         return BufferList(self.grad_buffers, super().buffers)
 
     @property
     def bucket_groups(self) -> list[Bucket]:
-        """The buckets of dense parameters, each as its own group, in the order in which backward completes them."""
+        """Buckets of dense parameters, each as its own group, in the order in which backward completes them."""
         return partition_buckets(self.grad_buffers)
 
     @property
@@ -62,12 +62,12 @@ class DistributedDataParallel(OurWrapper):
         return partition_buckets(self.expert_parallel_buffers)
 
     def enable_forward_pre_hook(self) -> None:
-        """Do nothing: parameters are complete before every forward, and a forward starts no all-gather."""
+        """Do nothing, because parameters are complete before every forward, which starts no all-gather."""
 
     reset_param_sync_dispatch_state = free_overlap_buffers = enable_forward_pre_hook
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Finish all-gathers of parameters, the only thing to wait for. Collective if an all-gather is in flight."""
+        """Finish parameter all-gathers, the only thing to wait for. Collective if an all-gather is in flight."""
         self.finish_param_sync()
 
     offload_grad_buffers = restore_grad_buffers = refusal(
@@ -80,17 +80,17 @@ class DistributedDataParallel(OurWrapper):
 
 
 class _MegatronMethods:
-    """Methods of Megatron's optimizers that ours lack."""
+    """Methods of Megatron's optimizers that the engine's lack."""
 
     model_chunks: list[Any]
 
     @property
     def chained_optimizers(self) -> list[Any]:
-        """A list with only this optimizer, which has the dense and expert parameters of all chunks."""
+        """List with only this optimizer, which has the dense and expert parameters of all chunks."""
         return [self]
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """Do nothing: a step writes the parameters directly, and no copy of them waits for an all-gather."""
+        """Do nothing, because a step writes the parameters directly, and no copy of them waits for an all-gather."""
 
     def get_grad_stats_parallel_group(self) -> Any:
         """Return the group over which the gradient norm is computed."""
@@ -100,12 +100,12 @@ class _MegatronMethods:
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return a placeholder for this optimizer's state in a tree.
 
-        `dist_checkpointing.load` restores it in this optimizer.
+        ``dist_checkpointing.load`` restores it in this optimizer.
         """
         return {"state": OptimizerState(self)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`. A state loaded by dist_checkpointing is already restored."""
+        """Load the result of ``state_dict``. A state loaded by dist_checkpointing is already restored."""
         found = state_dict.get("state") if isinstance(state_dict, Mapping) else None
         if isinstance(found, OptimizerState):
             found.check_loaded(self)
@@ -143,19 +143,11 @@ DistributedOptimizer = FACES[ours.DistributedOptimizer]
     "!dump_param_to_param_group_map=None * no_weight_decay_cond=None scale_lr_cond=None lr_mult=1.0"
 )
 def get_megatron_optimizer(config: Any, model_chunks: Any, config_overrides: Any, **given: Any) -> Any:
-    """Call core.optimizer.get_megatron_optimizer with Megatron's configuration or ours.
+    """Call core.optimizer.get_megatron_optimizer with Megatron's configuration or core's.
 
-    use_gloo_process_groups is ignored, because no state is gathered.
-
-    Args:
-        config: Megatron's OptimizerConfig, or ours.
-        model_chunks: Wrapped model chunks of this rank.
-        config_overrides: Overrides, or, as in old versions, no_weight_decay_cond in their position. Both are described
-            in core.optimizer.get_megatron_optimizer.
-        given: Its other arguments.
-
-    Raises:
-        ValueError: If overlap_param_gather is True here and False in the wrapper.
+    ``config_overrides`` may be, as in old versions, no_weight_decay_cond in this position. use_gloo_process_groups is
+    ignored, because no state is gathered. Raises ValueError if overlap_param_gather is True here and False in the
+    wrapper.
     """
     if isinstance(config, configs.OptimizerConfig):
         chunks = wrapped_chunks(model_chunks, "get_megatron_optimizer(OptimizerConfig(...), [model])")

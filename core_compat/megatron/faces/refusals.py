@@ -1,4 +1,4 @@
-"""Fields of Megatron Core's configurations and arguments of its functions (0.16 to 0.20) that are not supported here.
+"""Unsupported fields of Megatron Core's configurations and arguments of its functions (0.16 to 0.20).
 
 A line is a message to the user, '|', and the fields with their defaults: False if no default is given, 'a|b' if
 versions differ. A letter is the first letter of the configuration with the fields: DistributedDataParallel, Optimizer,
@@ -161,7 +161,7 @@ def refusal(sentence: str) -> Callable[..., None]:
 class StandsFor(type):
     """Metaclass of classes with Megatron's names.
 
-    Instances of the class in `stands_for`, which is ours, are instances of it.
+    Instances of the core class in ``stands_for`` are instances of them.
     """
 
     def __instancecheck__(cls, instance: Any) -> bool:

@@ -26,7 +26,7 @@ ATTACHED = {
 
 @arguments("-pp_size=None -vp_size=None !schedule_pg_collection=None")
 def get_forward_backward_func() -> Callable[..., list[Any]]:
-    """Return the function that runs a step's microbatches. Its schedule follows from the chunks and the group 'pp'."""
+    """Return the function that runs a step's microbatches. Its schedule follows from the chunks and group 'pp'."""
     return forward_backward
 
 
@@ -40,18 +40,11 @@ def forward_backward(
 ) -> list[Any]:
     """Run forward and backward of every microbatch. first_val_step is ignored.
 
-    Args:
-        forward_step_func: Runs the forward of one microbatch; returns (output, loss function).
-        model: A model chunk, or a list of them.
-        collect_non_loss_data: With forward_only, report loss_func(output, non_loss_data=True) instead of the loss.
-        force_all_reduce: Passed on; None is False.
-        given: Other arguments of core.pipeline_parallel.get_forward_backward_func's function.
-
-    Returns:
-        The report of each microbatch on the last stage, [] on other stages.
-
-    Raises:
-        ValueError: If the options contradict each other or are not supported.
+    ``forward_step_func`` runs the forward of one microbatch and returns (output, loss function).
+    ``collect_non_loss_data`` reports loss_func(output, non_loss_data=True) instead of the loss, with forward_only.
+    ``given`` has other arguments of core.pipeline_parallel.get_forward_backward_func's function. Return the report of
+    each microbatch on the last stage, and [] on other stages. Raises ValueError if the options contradict each other or
+    are not supported.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     _check_config(getattr(chunks[0], "config", None))
@@ -123,11 +116,7 @@ def reconfigure_num_microbatches_calculator(rank: int, rampup: Any, **sizes: Any
 
 
 def init_num_microbatches_calculator(*args: object, **kwargs: object) -> None:
-    """Create the job's calculator with `reconfigure_num_microbatches_calculator`.
-
-    Raises:
-        RuntimeError: If there is already a calculator.
-    """
+    """Create the job's calculator. Raises RuntimeError if there is one already."""
     if _of_the_job:
         raise RuntimeError("there is a microbatch calculator already; call reconfigure_num_microbatches_calculator")
     reconfigure_num_microbatches_calculator(*args, **kwargs)

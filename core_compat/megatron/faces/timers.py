@@ -1,4 +1,4 @@
-"""Timers by name: `ModelParallelConfig(timers=Timers(1, "max"))`, also started and stopped by `finalize_model_grads`.
+"""Timers by name, for ``ModelParallelConfig(timers=Timers(1, "max"))`` and ``finalize_model_grads``.
 
 Names and arguments are Megatron's.
 """
@@ -22,8 +22,8 @@ class Timer:
     """Timer of the seconds between start and stop, accumulated until a reset. Both wait for this rank's GPU.
 
     Args:
-        name: Name in reports and errors.
-        silent: True for a timer that does nothing.
+        name (str): Name in reports and errors.
+        silent (bool, optional): True for a timer that does nothing.
     """
 
     def __init__(self, name: str, silent: bool = False) -> None:
@@ -32,10 +32,7 @@ class Timer:
         self.seconds = 0.0
 
     def start(self, barrier: bool = False) -> None:
-        """Start the timer.
-
-        Args:
-            barrier: All ranks start together. Collective if True.
+        """Start the timer. With ``barrier`` all ranks start together, which is collective.
 
         Raises:
             RuntimeError: If it is running.
@@ -46,10 +43,7 @@ class Timer:
             self.begun = self._now(barrier)
 
     def stop(self, barrier: bool = False) -> None:
-        """Stop the timer.
-
-        Args:
-            barrier: All ranks stop together. Collective if True.
+        """Stop the timer. With ``barrier`` all ranks stop together, which is collective.
 
         Raises:
             RuntimeError: If it is not running.
@@ -85,11 +79,14 @@ class Timer:
 
 
 class Timers:
-    """Timers created on demand; timers above `log_level` do nothing.
+    """Timers created on demand. Timers above ``log_level`` do nothing.
+
+        timers = Timers(1, "max")
+        timers("forward", log_level=1).start()
 
     Args:
-        log_level: Highest active level.
-        log_option: Reported times over ranks: 'max', 'minmax' (smallest and largest) or 'all'.
+        log_level (int): Highest active level.
+        log_option (str): Reported times over ranks: 'max', 'minmax' (smallest and largest) or 'all'.
 
     Raises:
         ValueError: If an option is invalid.
@@ -102,23 +99,23 @@ class Timers:
         self.timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Return the timer of a name. `log_level` is the level of a new timer, by default the highest."""
+        """Return the timer with this name. ``log_level`` is the level of a new timer, by default the highest."""
         level = LEVELS[-1] if log_level is None else log_level
         return self.timers.setdefault(name, Timer(name, silent=level > self.log_level))
 
     def get_all_timers_string(
         self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
     ) -> str | None:
-        """Format one line per timer with a time, in ms divided by `normalizer`. Collective.
+        """Format one line per timer with a time, in ms divided by ``normalizer``. Collective.
 
         Args:
-            names: Names of the timers; None is all.
-            normalizer: Divisor of the times.
-            reset: Reset the timers.
-            barrier: All ranks wait for each other before the times are read.
+            names (Sequence[str], optional): Names of the timers. Defaults to all.
+            normalizer (float, optional): Divisor of the times.
+            reset (bool, optional): Reset the timers.
+            barrier (bool, optional): All ranks wait for each other before the times are read.
 
         Returns:
-            The text, or None if no timer has a time.
+            The text, or ``None`` if no timer has a time.
         """
         shown = {"max": "{1:.2f}", "minmax": "({0:.2f}, {1:.2f})", "all": "{2}"}[self.log_option]
         lines = [

@@ -30,18 +30,18 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-    """Return the tensor itself: activation memory is not freed during autograd here."""
+    """Return the tensor itself, because activation memory is not freed during autograd here."""
     return inp if keep_graph else inp.detach().requires_grad_(requires_grad)
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Return True if torch has at least this version; without check_equality, a later one."""
+    """Return ``True`` if torch has at least this version, or without check_equality a later one."""
     found = torch.torch_version.TorchVersion(torch.__version__.partition("+")[0])
     return bool(found >= version if check_equality else found > version)
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """Return False: TransformerEngine's layers are not used, in any version."""
+    """Return ``False``, because TransformerEngine's layers are not used in any version."""
     return False
 
 
@@ -67,15 +67,15 @@ def get_tensor_model_parallel_group_if_none(
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
     """Call core.context_parallel.get_batch_on_this_cp_rank.
 
-    `cp_group` may be False, 0.19's is_hybrid_cp in its position.
+    ``cp_group`` may be False, 0.19's is_hybrid_cp in its position.
     """
     return our_batch_on_this_cp_rank(batch, cp_group or None)
 
 
 def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_check: bool = False) -> bool:
-    """Return True if all copies of every weight are equal.
+    """Return ``True`` if all copies of every weight are equal.
 
-    Collective. `cross_check` is ignored: all ranks get the result.
+    Collective. ``cross_check`` is ignored, because all ranks get the result.
     """
     plain = [type(chunk).__name__ for chunk in model if not isinstance(chunk, DistributedDataParallel)]
     if plain:

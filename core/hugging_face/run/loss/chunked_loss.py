@@ -15,9 +15,9 @@ from core.hugging_face.run.loss.parallel_loss import ParallelCausalLoss, output_
 
 
 def use_chunked_loss(model: Any, logits_chunk: int | None = None) -> Any:
-    """Let a causal model compute its loss of labels over chunks of tokens, in place, to save the memory of its logits.
+    """Let a causal model compute its loss over chunks of tokens, in place, to save the memory of its logits.
 
-    If a program reads the logits, all of them are computed then. Local.
+    If a program reads the logits, all of them are computed then. Does not communicate.
 
         model = AutoModelForCausalLM.from_pretrained(directory)
         model = DistributedDataParallel(config, ddp_config, use_chunked_loss(model))
@@ -34,7 +34,7 @@ def use_chunked_loss(model: Any, logits_chunk: int | None = None) -> Any:
 
     Raises:
         PlanError: If a number is given and the model computes its loss or logits in another way.
-        ValueError: If `logits_chunk` is not a number of tokens, 0, or None.
+        ValueError: If ``logits_chunk`` is not a number of tokens, 0, or None.
     """
     if logits_chunk is not None and (isinstance(logits_chunk, bool) or not isinstance(logits_chunk, int)):
         raise ValueError(f"logits_chunk is {logits_chunk!r}; it is a number of tokens, 0 for never, or None")
@@ -64,7 +64,7 @@ def use_chunked_loss(model: Any, logits_chunk: int | None = None) -> Any:
 
 
 def why_not_in_chunks(model: Any) -> str | None:
-    """Explain why a model's loss cannot be computed over chunks of tokens; None if it can."""
+    """Explain why a model's loss cannot be computed over chunks of tokens, or return ``None`` if it can."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
         return "it is no model of transformers with an output layer"
     _, head = output_layer(model)
@@ -87,7 +87,7 @@ def why_not_in_chunks(model: Any) -> str | None:
 
 
 def _lies_elsewhere(model: Any) -> bool:
-    """True for a pipeline stage whose output layer is on another stage."""
+    """Return ``True`` for a pipeline stage whose output layer is on another stage."""
     stage = vars(model).get("forward")
     part = getattr(stage, "part", None)
     return part is not None and not part.post_process

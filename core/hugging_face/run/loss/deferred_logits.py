@@ -1,6 +1,6 @@
-"""Logits that an output layer computes only when they are used, so that the loss can compute them in chunks.
+"""Logits that an output layer only computes when they are used, so that the loss can compute them in chunks.
 
-Full logits are often the largest tensor of a step. A `DeferringHead` replaces the output layer's `forward`; in a
+Full logits are often the largest tensor of a step. A ``DeferringHead`` replaces the output layer's ``forward``; in a
 forward with labels it returns DeferredLogits. These record the elementwise functions that the model applies to its
 logits: a scale, a soft cap, a cast. The loss then computes them over chunks of tokens. Every other use computes all
 logits first, by the layer's own forward, so a user who reads logits gets them.
@@ -41,13 +41,8 @@ ELEMENTWISE = frozenset(
 class DeferringHead:
     """Forward of an output layer that defers its logits until they are used.
 
-    Args:
-        module: Output layer.
-        logits_chunk: As in `use_chunked_loss`.
-        family: Name of the model in errors.
-
     Attributes:
-        expects_loss: True in a forward of the model with labels, or inside `loss_follows`.
+        expects_loss: True in a forward of the model with labels, or inside ``loss_follows``.
         asked_by: Name of the function that first needed all logits in that forward, if any.
         loss_follows: True if the caller computes the loss after each forward.
     """
@@ -95,14 +90,13 @@ class DeferredLogits(Tensor):
     """Placeholder for logits that are computed only if they are read.
 
     Attributes:
-        head: The output layer's forward.
         hidden: Input of the output layer.
         tokens_at_once: Number of tokens per chunk.
         steps: Elementwise functions applied so far.
         refusal: Creates the error to raise on a read. Set if the logits are split over the vocabulary.
         records: True if gradients were enabled in the forward.
         value: All logits, once computed.
-        source: The loss that knows how the logits are split; an argument of `refusal`.
+        source: The loss that knows how the logits are split; an argument of ``refusal``.
     """
 
     head: DeferringHead
@@ -157,16 +151,10 @@ class DeferredLogits(Tensor):
                 yield logits
 
     def losses(self, target: Tensor, vocab_size: int, multiple: int, groups: ProcessGroups) -> Tensor:
-        """Compute the loss of each token over chunks of tokens.
+        """Compute the loss of each token, [...], over chunks of tokens.
 
-        Args:
-            target: Token ids [...], as in `chunked_cross_entropy`.
-            vocab_size: Rows of the unsplit output layer.
-            multiple: Each rank's columns are padded to a multiple of this.
-            groups: Process groups.
-
-        Returns:
-            One loss per token, [...].
+        ``target`` has token ids [...], as in ``chunked_cross_entropy``. ``vocab_size`` is the number of rows of the
+        unsplit output layer, and each rank's columns are padded to a multiple of ``multiple``.
         """
         module, steps = self.head.module, self.steps
 
@@ -224,7 +212,7 @@ def _computed(value: Any, asked_by: str) -> Any:
 
 
 def head_of(model: Any) -> Any:
-    """Return the output layer; None for a model or stage without one."""
+    """Return the output layer, or ``None`` for a model or stage without one."""
     try:
         return model.get_output_embeddings()
     except AttributeError:  # the family looks inside a head that is on another stage
@@ -232,7 +220,7 @@ def head_of(model: Any) -> Any:
 
 
 def deferring_head(model: Any) -> DeferringHead | None:
-    """Return the deferring forward of a model's output layer, with or without adapters, or None."""
+    """Return the deferring forward of a model's output layer, with or without adapters, or ``None``."""
     head = head_of(without_adapters(model))
     if hasattr(head, "modules_to_save"):  # peft's wrapper of a head that is trained and saved next to adapters
         head = head.modules_to_save[head.active_adapters[0]] if head.active_adapters else head.original_module
@@ -241,14 +229,7 @@ def deferring_head(model: Any) -> DeferringHead | None:
 
 
 def expect_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: tuple[str, ...]) -> None:
-    """Defer logits in this forward if there are labels. A forward pre-hook of the model.
-
-    Args:
-        model: Model with a deferring output layer.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        names: Names of the positional arguments.
-    """
+    """Defer logits in this forward if there are labels. A forward pre-hook of the model."""
     head = deferring_head(model)
     if head is not None:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -258,7 +239,7 @@ def expect_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @contextmanager
 def loss_follows(model: Any) -> Iterator[None]:
-    """Defer logits inside the context in forwards without labels too.
+    """Defer logits inside the context also in forwards without labels.
 
     The caller passes them to the model's loss_function.
     """
@@ -275,8 +256,7 @@ def loss_follows(model: Any) -> Iterator[None]:
 def end_forward(model: nn.Module, *_: Any) -> None:
     """Stop expecting a loss. A forward hook of the model.
 
-    Raises:
-        PlanError: If chunks were requested but the model has used all logits at once.
+    Raises PlanError if chunks were requested but the model has used all logits at once.
     """
     head = deferring_head(model)
     if head is None or not head.expects_loss:

@@ -1,4 +1,4 @@
-"""Count the labels that a transformers head averages its loss over, to weight that loss among batches."""
+"""Label counts of transformers heads, over which they average their loss, to weight that loss among batches."""
 
 from __future__ import annotations
 
@@ -25,14 +25,8 @@ UNNAMED = ("LMHeadModel", "EncoderDecoderModel")  # suffixes of classes without 
 def count_labels(model: Any, inputs: Mapping[str, Any]) -> Tensor | None:
     """Count the labels that contribute to the loss of a forward, like Trainer's num_items_in_batch.
 
-    Labels of -100 do not count. The first label of a row does not count if the head predicts the next token.
-
-    Args:
-        model: Transformers model, with or without adapters.
-        inputs: Keyword arguments of the forward.
-
-    Returns:
-        The count, 0-dim fp64; None if the loss is not a mean over labels.
+    Labels of -100 do not count, nor does the first label of a row if the head predicts the next token. Return the count
+    as a 0-dim fp64 tensor, or ``None`` if the loss is not a mean over labels.
     """
     labels = inputs.get("labels")
     head = without_adapters(model)
@@ -51,12 +45,14 @@ def _is_mean_over_labels(head: Any) -> bool:
 
 
 def _predicts_successors(head: Any) -> bool:
-    """True if the causal loss shifts the labels. The decoder of an encoder-decoder already gets shifted ids."""
+    """Return ``True`` if the causal loss shifts the labels. The decoder of an encoder-decoder already gets shifted
+    ids.
+    """
     is_causal = getattr(head, "loss_type", None) in (None, *CAUSAL)
     return is_causal and not head.config.is_encoder_decoder and calls_loss_function(type(head).forward)
 
 
 @functools.cache
 def calls_loss_function(forward: Callable[..., Any]) -> bool:
-    """True if a class's forward takes its loss from `loss_function`; other classes compute it from unshifted labels."""
+    """Return ``True`` if a forward gets its loss from ``loss_function``. Other classes use unshifted labels."""
     return "loss_function" in getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())

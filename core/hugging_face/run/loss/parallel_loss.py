@@ -1,4 +1,4 @@
-"""Causal loss of split logits: a `model.loss_function` that computes from each rank's part of the vocabulary."""
+"""Causal loss of split logits: a ``model.loss_function`` that computes from each rank's part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from core.tensor_parallel.mappings import gather_from_tensor_model_parallel_regi
 class ParallelCausalLoss:
     """Transformers' ForCausalLMLoss for split logits.
 
-    As there, each token predicts its successor, labels of -100 are ignored, and `num_items_in_batch` is supported.
+    As there, each token predicts its successor, labels of -100 are ignored, and ``num_items_in_batch`` is supported.
     Deferred logits are computed in chunks of tokens.
 
     Args:
-        group: Tensor-parallel group.
         vocab_size: Number of rows of the unsplit output layer.
         sequence: Sequence parallelism of the model, if any. Labels cover the complete sequence in any case.
         own: The model's own loss, for logits that are not deferred.
@@ -57,7 +56,7 @@ class ParallelCausalLoss:
         shift_labels: Tensor | None = None,
         **unused: Any,
     ) -> Tensor:
-        """Compute the mean over counted tokens, or their sum divided by `num_items_in_batch`.
+        """Compute the mean over counted tokens, or their sum divided by ``num_items_in_batch``.
 
         Collective over the groups that split the logits.
 
@@ -65,16 +64,10 @@ class ParallelCausalLoss:
             logits: This rank's logits [..., ceil(vocabulary / tp)].
             labels: Token ids [..., tokens] of the complete sequence.
             vocab_size: Must be the output layer's number of rows, or None.
-            num_items_in_batch: Divisor in place of the number of counted tokens.
-            ignore_index: Label that does not count.
-            shift_labels: Labels already shifted by one, in place of `labels`.
-            **unused: Accepted for compatibility with transformers.
-
-        Returns:
-            The loss, a scalar.
+            shift_labels: Labels already shifted by one, in place of ``labels``.
 
         Raises:
-            ValueError: If there are no labels, or `vocab_size` differs from the output layer's.
+            ValueError: If there are no labels, or ``vocab_size`` differs from the output layer's.
         """
         deferred = logits if isinstance(logits, DeferredLogits) and logits.value is None else None
         if self.own is not None and deferred is None:
@@ -93,15 +86,9 @@ class ParallelCausalLoss:
         return total / torch.as_tensor(count).to(total)
 
     def token_losses(self, logits: Tensor, shift_labels: Tensor, ignore_index: int = -100) -> Tensor:
-        """Compute the loss of each token of this rank's part of the sequence; ignored tokens give 0.
+        """Compute the loss of each token of this rank's part of the sequence. Ignored tokens give 0.
 
-        Args:
-            logits: This rank's logits.
-            shift_labels: The next token of each position of the complete sequence, [..., tokens].
-            ignore_index: Label that does not count.
-
-        Returns:
-            One loss per token.
+        ``shift_labels`` has the next token of each position of the complete sequence, [..., tokens].
         """
         if self.cut_sequence is not None:
             shift_labels = self.cut_sequence.part(shift_labels, -1)
@@ -117,12 +104,12 @@ class ParallelCausalLoss:
 
     @property
     def cut_sequence(self) -> SequenceParallel | None:
-        """Cut of the logits' sequence; None if every rank has the complete sequence."""
+        """Cut of the logits' sequence, or ``None`` if every rank has the complete sequence."""
         return self.sequence if self.sequence is not None and self.sequence.local_logits else None
 
     @property
     def is_split(self) -> bool:
-        """True if a rank's logits are a part of the vocabulary or of the sequence."""
+        """Return ``True`` if a rank's logits are a part of the vocabulary or of the sequence."""
         return group_size(self.group) > 1 or self.cut_sequence is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelCausalLoss:
@@ -132,10 +119,11 @@ class ParallelCausalLoss:
 def why_logits_stay_whole(
     model: Any, plan: Plan, arguments: Mapping[str, Any], tp: int, *, cuts_sequence: bool
 ) -> str | None:
-    """Explain why the loss cannot be computed from split logits; None if it can.
+    """Explain why the loss cannot be computed from split logits, or return ``None`` if it can.
 
-    A forward with labels shows it: the logits must go to `model.loss_function`, and the loss must come from there.
-    `cuts_sequence` is True if another group than tp cuts the sequence. Collective over the groups that cut the model.
+    A forward with labels shows it: the logits must go to ``model.loss_function``, and the loss must come from there.
+    ``cuts_sequence`` is ``True`` if another group than tp cuts the sequence. Collective over the groups that cut the
+    model.
     """
     name, head = output_layer(model)
     seam = plan.seams.get(name)
@@ -173,9 +161,9 @@ def why_logits_stay_whole(
 
 
 def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: SequenceParallel | None) -> Plan:
-    """Keep the logits split, and install the parallel loss as `model.loss_function`.
+    """Keep the logits split, and install the parallel loss as ``model.loss_function``.
 
-    Returns the plan without the gather of the logits.
+    Return the plan without the gather of the logits.
     """
     name, head = output_layer(model)
     seam = plan.seams.get(name)
@@ -193,13 +181,13 @@ def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: Seq
 
 
 def output_layer(model: Any) -> tuple[str, Any]:
-    """Return the output layer's name and the layer; '' and None if the model has none."""
+    """Return the output layer's name and the layer, or '' and ``None`` if the model has none."""
     head = head_of(model)
     return next((name for name, module in model.named_modules() if module is head), ""), head
 
 
 class _SplitLogits(Tensor):
-    """Logits of this rank's part of the vocabulary, as returned to the user; computing with them raises PlanError.
+    """Logits of this rank's part of the vocabulary, as returned to the user. Computing with them raises PlanError.
 
     A user's criterion would otherwise treat them as the full logits and silently compute a wrong loss.
     """
@@ -244,17 +232,11 @@ def refuse_use_of_split_logits(model: Any, output: Any) -> Any:
 
 
 def gather_logits(logits: Tensor) -> Tensor:
-    """Gather split logits on every rank that shares them; full logits are returned unchanged.
+    """Gather split logits on every rank that shares them, to [..., vocabulary]. Full logits are returned unchanged.
 
     Logits of a part of the sequence are gathered over the sequence too. In backward each rank takes its part of the
     gradient, so compute the loss in the same way on all of these ranks. Collective over the tensor-parallel group, and
     over the context-parallel group if it cuts the sequence.
-
-    Args:
-        logits: Logits from the output of a split model.
-
-    Returns:
-        Full logits [..., vocabulary].
     """
     if isinstance(logits, DeferredLogits):
         whole = logits.computed()
@@ -272,7 +254,7 @@ def gather_logits(logits: Tensor) -> Tensor:
 
 
 def with_whole_logits(model: Any, output: Any) -> Any:
-    """Return a model's output with split logits gathered. Collective if they are split, as `gather_logits`."""
+    """Return a model's output with split logits gathered. Collective if they are split, like ``gather_logits``."""
     marked = refuse_use_of_split_logits(model, output)
     if hasattr(marked, "keys") and isinstance(marked.get("logits"), (_SplitLogits, DeferredLogits)):
         marked["logits"] = gather_logits(marked["logits"])
