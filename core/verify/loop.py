@@ -214,6 +214,16 @@ class StepCheck:
         """
         if self.listens:
             self.noted.append(kept((args, kwargs)))
+            self.advance(forwards=0)
+
+    def advance(self, *, forwards: int) -> None:
+        """Publish that a microbatch begins, by a forward or by a call of `note`, in loops that StepEnds follows."""
+        if self.job.ends is not None:
+            self.job.ends.advance(self._noted(), forwards=forwards)
+
+    def _noted(self) -> int:
+        """Return the number of microbatches of this step that the loop has noted."""
+        return len(self.noted)
 
     def note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the arguments of a forward."""
@@ -221,8 +231,7 @@ class StepCheck:
             return
         kind = self.job.model.device.type
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if self.job.ends is not None:
-            self.job.ends.forward()
+        self.advance(forwards=1)
         self.forwards.append(kept((args, kwargs)))
         self._record_buffers(at=len(self.starts))
         for tensor in tensors_in([list(args), kwargs]):
@@ -259,7 +268,7 @@ class StepCheck:
         if after_clip and not (self.noted or self.forwards):
             return
         if self.job.ends is not None:
-            self.job.ends.meet(notes=bool(self.noted))
+            self.job.ends.meet(self._noted())
         if self.done and not agree.any(bool(self.noted or self.forwards), None, "the forwards of a step"):
             return  # for example, a second optimizer's step
         if self.skips and not self._is_finite():

@@ -219,6 +219,8 @@ class ProgramWatch:
         if self.listens() and (self.drawing is None or self.drawing.position == 0):
             loss_fn, captured = with_captured(loss_fn)
             self.noted.append(Noted(loss_fn, kept(((*captured, *arguments), {})), per_token))
+            for check in self.checks.values():
+                check.advance(forwards=0)
 
     def record_ranks(self) -> None:
         """Record that the program starts ranks."""
@@ -380,6 +382,10 @@ class ProgramCheck(StepCheck):
         """See StepCheck."""
         super().forget()
         self.watch.noted.clear()
+
+    def _noted(self) -> int:
+        """See StepCheck."""
+        return len(self.watch.noted)
 
     def note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See StepCheck. Weights are compared before the next step's first forward."""

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-NOTED_S = 60.0  # a loop that calls `note` may run the model more often on one rank than on others
+QUIET_S = 20.0  # a rank that has run further forwards may still end the step, unless nothing comes from it for so long
 NEVER = 1 << 30  # number of forwards of a rank whose loop has ended
+
+
+class Progress(NamedTuple):
+    """Numbers of a rank's forwards, noted microbatches, and ends of steps."""
+
+    forwards: int = 0
+    notes: int = 0
+    ends: int = 0
+
+    def is_beyond(self, other: Progress) -> bool:
+        """Return True if this rank has begun a microbatch that the other one has not.
+
+        A loop that notes its microbatches may run the model more often on one rank than on others.
+        """
+        return self.notes > other.notes or (self.notes == other.notes == 0 and self.forwards > other.forwards)
 
 
 class StepEnds:
@@ -23,58 +39,68 @@ class StepEnds:
         number = store.add(f"{name}/{dist.get_rank()}", 1)  # equal on all ranks, which check equally many models
         self.store = dist.PrefixStore(f"{name}/{number}", store)
         self.others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-        self.forwards = self.ends = 0
+        self.mine = Progress()
+        self.notes = 0  # of the steps before
 
-    def forward(self) -> None:
-        """Record a forward.
+    def advance(self, notes: int, *, forwards: int = 0) -> None:
+        """Record that a microbatch begins, by its forward or by its note.
+
+        Args:
+            notes: Number of microbatches of this step that the loop has noted so far.
+            forwards: 1 for a forward.
 
         Raises:
-            ValueError: If another rank has ended the step before this forward.
+            ValueError: If another rank has ended the step before this microbatch.
         """
-        self.forwards += 1
-        self._publish()
-        for rank, (forwards, ends) in self._read().items():
-            if ends > self.ends and forwards < self.forwards:
-                raise _error(dist.get_rank(), self.forwards, behind=rank, last=forwards)
+        self._publish(Progress(self.mine.forwards + forwards, self.notes + notes, self.mine.ends))
+        for rank, theirs in self._read().items():
+            if theirs.ends > self.mine.ends and self.mine.is_beyond(theirs):
+                raise _error(dist.get_rank(), self.mine, behind=rank, last=theirs)
 
-    def meet(self, *, notes: bool) -> None:
+    def meet(self, notes: int) -> None:
         """Wait until all ranks end the step.
 
         Args:
-            notes: True if the loop calls `note`.
+            notes: Number of microbatches of this step that the loop has noted.
 
         Raises:
-            ValueError: If another rank runs a further forward in the meantime.
+            ValueError: If another rank begins a further microbatch in the meantime.
         """
-        self.ends += 1
-        self._publish()
-        late_s = time.monotonic() + (NOTED_S if notes else 0.0)
-        while missing := {rank: forwards for rank, (forwards, ends) in self._read().items() if ends < self.ends}:
-            ahead, forwards = max(missing.items(), key=lambda entry: entry[1])
-            if forwards > self.forwards and time.monotonic() >= late_s:
-                raise _error(ahead, forwards, behind=dist.get_rank(), last=self.forwards)
+        self.notes += notes
+        self._publish(Progress(self.mine.forwards, self.notes, self.mine.ends + 1))
+        seen, since = self._read(), time.monotonic()
+        while missing := {rank: theirs for rank, theirs in seen.items() if theirs.ends < self.mine.ends}:
+            is_quiet = time.monotonic() > since + QUIET_S
+            for rank, theirs in missing.items():
+                if theirs.is_beyond(self.mine) or (is_quiet and theirs.forwards > self.mine.forwards):
+                    raise _error(rank, theirs, behind=dist.get_rank(), last=self.mine)
             time.sleep(0.005)
+            before, seen = seen, self._read()
+            since = since if seen == before else time.monotonic()
 
     def leave(self) -> None:
         """Record that this rank makes no further step."""
-        self.forwards = NEVER
         with suppress(RuntimeError):  # the store may have ended with its rank
-            self._publish()
+            self._publish(Progress(NEVER, NEVER, self.mine.ends))
 
-    def _publish(self) -> None:
-        self.store.set(str(dist.get_rank()), f"{self.forwards} {self.ends}")
+    def _publish(self, progress: Progress) -> None:
+        self.mine = progress
+        self.store.set(str(dist.get_rank()), " ".join(map(str, progress)))
 
-    def _read(self) -> dict[int, tuple[int, ...]]:
-        """Return the numbers of forwards and of ends of the other ranks."""
+    def _read(self) -> dict[int, Progress]:
+        """Return the progress of the other ranks."""
         come = [rank for rank in self.others if self.store.check([str(rank)])]
         values = self.store.multi_get(list(map(str, come))) if come else []
-        read = {rank: tuple(map(int, value.split())) for rank, value in zip(come, values, strict=True)}
-        return {rank: read.get(rank, (0, 0)) for rank in self.others}
+        read = {rank: Progress(*map(int, value.split())) for rank, value in zip(come, values, strict=True)}
+        return {rank: read.get(rank, Progress()) for rank in self.others}
 
 
-def _error(ahead: int, forwards: int, *, behind: int, last: int) -> ValueError:
-    does = f"runs forward {forwards}" if forwards < NEVER else "has ended its loop"
+def _error(ahead: int, progress: Progress, *, behind: int, last: Progress) -> ValueError:
+    what, number, of_last = "forward", progress.forwards, last.forwards
+    if number < NEVER and progress.notes > last.notes:
+        what, number, of_last = "noted microbatch", progress.notes, last.notes
+    does = f"runs {what} {number}" if number < NEVER else "has ended its loop"
     return ValueError(
-        f"rank {ahead} {does} without the optimizer's step that rank {behind} makes after forward {last}; their "
+        f"rank {ahead} {does} without the optimizer's step that rank {behind} makes after {what} {of_last}; their "
         "weights would drift apart. All ranks must step after the same number of microbatches"
     )

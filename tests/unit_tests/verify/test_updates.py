@@ -16,6 +16,7 @@ from torch import Tensor
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.verify import note
 from core.verify.optimizer_steps import Clip, Step, gradients_of_step
 from core.verify.program import Asked, ProgramWatch
 from core.verify.report import GradientReport
@@ -111,13 +112,20 @@ def test_a_wrong_step_is_named(rank: int, world: int, fault: str) -> None:
     assert not report.ok and re.search(FAULTS[fault], str(report).replace("\n", " ")), str(report)
 
 
-def leave_out_a_step(at: int, clips: bool) -> None:
-    """A plain loop around torch's DDP, in which rank 1 leaves out an optimizer's step."""
+def loop_over(at: int | None = None, clips: bool = False, notes: bool = False) -> None:
+    """A plain loop around torch's DDP, in which rank 1 leaves out step `at`; or if there is none, rank 0 evaluates."""
     model, rank = wrapped_by("DDP of torch"), dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(*data_of(10 * step + rank)[0]).backward()
+        microbatch = data_of(10 * step + rank)[0]
+        if notes:
+            note(lambda whole, x, y: whole(x, y), *microbatch)
+        model(*microbatch).backward()
+        if at is None and rank == 0 and step > 0:  # after the first step torch's DDP rebuilds buckets in a forward
+            time.sleep(0.3)  # until the other rank has ended the step
+            with model.no_sync():
+                model(*microbatch)
         if clips:
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         if (rank, step) != (1, at):
@@ -127,20 +135,28 @@ def leave_out_a_step(at: int, clips: bool) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_step_of_torch_that_one_rank_leaves_out_ends_no_process_and_is_named(rank: int, world: int, at: int) -> None:
+@pytest.mark.parametrize(("at", "notes"), [(0, False), (1, False), (1, True)])
+def test_a_step_of_torch_that_one_rank_leaves_out_ends_no_process_and_is_named(
+    rank: int, world: int, at: int, notes: bool
+) -> None:
     """For users of torch's DDP, whose ranks meet in backwards alone: the comparison waited for a rank that ran on."""
-    watch = ProgramWatch(Asked("a program"))
-    named = f"rank 1 runs forward {at + 2} without the optimizer's step that rank 0 makes after forward {at + 1}"
+    watch, what = ProgramWatch(Asked("a program")), "noted microbatch" if notes else "forward"
+    named = f"rank 1 runs {what} {at + 2} without the optimizer's step that rank 0 makes after {what} {at + 1}"
     with watch.active(), pytest.raises(ValueError, match=named):
-        leave_out_a_step(at, clips=False)
+        loop_over(at, notes=notes)
+
+
+@ranks(2)
+def test_a_loop_that_notes_its_microbatches_may_evaluate_on_one_rank_before_a_step(rank: int, world: int) -> None:
+    report = report_of(lambda: loop_over(notes=True))
+    assert report.ok and "3 steps" in report.weights, str(report)
 
 
 @ranks(2)
 def test_weights_that_differ_before_a_step_of_torch_are_its_cause(rank: int, world: int) -> None:
     watch = ProgramWatch(Asked("a program"))
     with watch.active(), pytest.raises(SystemExit):
-        leave_out_a_step(0, clips=True)
+        loop_over(0, clips=True)
     (report,) = watch.reports
     assert not report.ok and "'norm.weight' had other values on rank 1 than on rank 0 before this step" in report.cause
 
