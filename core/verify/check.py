@@ -20,6 +20,7 @@ from core.distributed.guard.first_steps import paused
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.pipeline_parallel import PipelineRunner
+from core.verify.buffers import other_buffers, restored, starts_of
 from core.verify.causes import cause_of_bias, cause_of_gradient
 from core.verify.diagnosis import Explanation
 from core.verify.gathered import Held, cast, on_tensors
@@ -63,7 +64,8 @@ def check_gradients(
 
     A wrong reduction trains without an error message, only worse; this check finds it and names the likely cause. If no
     reduction explains the error, the report names the module where it begins. The model must be deterministic (no
-    dropout, no batch statistics); a random one is reported as such. Collective over the default process group.
+    dropout); a random one is reported as such. If forwards write buffers, as a spectral norm does, every microbatch
+    starts from the buffers that its rank had before the check. Collective over the default process group.
 
         report = check_gradients(build_model, mean_loss, (inputs, labels), ranks=4)
         report.raise_if_wrong()
@@ -135,12 +137,17 @@ def check_gradients(
         compute = job.model.dtype
         batch = on_tensors(lambda t: cast(t, dtype and compute, job.model.device), batch)
         build, kind = _reference_builder(model_fn, reference_fn, job, model)
-        reference = Reference(job, build, reference_dtype, loss_fn)
+        starts = starts_of(job)
+        reference = Reference(job, build, reference_dtype, loss_fn, starts)
         title = title or f"{dist.get_world_size()} ranks"
         noise = NOISE.get(compute, 1e-2)
-        with paused([chunk.engine.first_steps for chunk in job.model.chunks]):
+        chunks = job.model.chunks
+        with paused([chunk.engine.first_steps for chunk in chunks]), restored([c.module for c in chunks]) as written:
             report = compare(job, reference, batch, bound=bound, noise=noise, steps=steps, title=title)
-            report = replace(report, reference=kind)
+        notes = other_buffers(
+            {n: {name: start[name] for name in written & start.keys()} for n, start in enumerate(starts)}
+        )
+        report = replace(report, reference=kind, notes=tuple(notes))
         if optimizer_fn is not None and report.ok:
             report = replace(report, broken=_left_by_optimizer(job, optimizer_fn(called)))
         return report
@@ -269,8 +276,7 @@ def compare(
             if random is not None:
                 cause = (
                     f"the model is random: {random} gives another output when the reference runs a second time on the "
-                    "same batch, so nothing can be compared; set dropout to 0, and put layers whose forward writes "
-                    "buffers, such as a spectral norm, in eval mode"
+                    "same batch, so nothing can be compared; set dropout to 0"
                 )
                 break
             explanation = _explain(job, reference, expected, batch, got, names, moved)

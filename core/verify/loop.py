@@ -21,6 +21,7 @@ from core.distributed.finalize_model_grads import wrapped_chunks
 from core.groups import agree
 from core.pipeline_parallel import PipelineRunner
 from core.verify.also_seen import AlsoSeen
+from core.verify.buffers import buffers_of, other_buffers, set_buffers, written_buffers
 from core.verify.check import NOISE, compare
 from core.verify.diagnosis import BEFORE, ELSEWHERE, NO_SIZE, NO_SUM
 from core.verify.gathered import cast, kept, on_tensors
@@ -32,7 +33,6 @@ from core.verify.microbatches import (
     data_of,
     digests_of,
     full_batch,
-    other_buffers,
     other_ends,
     other_inputs,
     other_weights,
@@ -42,7 +42,6 @@ from core.verify.microbatches import (
 from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob
 from core.verify.reference import ModelFn, Reference
 from core.verify.report import GradientReport
-from core.verify.structure import buffers_of, set_buffers, written_buffers
 from core.verify.torch_model import TorchLoopJob
 
 OTHER_BACKWARDS = (
@@ -347,7 +346,7 @@ class StepCheck:
             )
             differences = [other_inputs(answers), other_wholes(answers), other_ends(answers)]
             notes = [*same_data(answers, self.data), *filter(None, (*differences, uneven)), *self.also.lines()]
-            notes += other_buffers(answers)
+            notes += other_buffers({rank: given.buffers[0] for rank, given in answers.items() if given.buffers})
             self.data = data_of(answers)
             report = replace(report, notes=tuple(dict.fromkeys((*self.notes, *notes))))
             self.notes = report.notes

@@ -186,19 +186,6 @@ def other_weights(answers: Mapping[int, Given]) -> str:
     return ""
 
 
-def other_buffers(answers: Mapping[int, Given]) -> list[str]:
-    """Name a buffer that forwards write and whose values differ between data ranks when the step begins."""
-    firsts = [(rank, given.buffers[0]) for rank, given in answers.items() if given.buffers]
-    for rank, values in firsts[1:]:
-        for name, value in firsts[0][1].items():
-            if name in values and not torch.equal(values[name], value):
-                return [
-                    f"forwards write the buffer {name!r}, and it has other values on rank {rank} than on rank "
-                    f"{firsts[0][0]}, so these ranks compute different functions; each was compared with its own"
-                ]
-    return []
-
-
 def _difference(facts: Mapping[int, tuple[Any, Any]], what: str) -> str:
     """Name two ranks that share their data but differ in a fact. `facts`: by rank, its data position and the fact."""
     firsts: dict[Any, tuple[int, Any]] = {}

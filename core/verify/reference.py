@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from core.groups import agree
 from core.groups.global_names import namer
 from core.moe import TopKRouter, auxiliary_loss_scale
+from core.verify.buffers import buffers_of, set_buffers, start_of
 from core.verify.gathered import BIAS, cast, load_full_weights, on_tensors, piece_of
 from core.verify.job import Job, LossFn, in_full, split_loss
 from core.verify.recording import Point, Recorder, dense_parameters, relative_difference
@@ -81,9 +82,18 @@ class Reference:
         reference_fn: Builds the unsplit model.
         dtype: Dtype of the reference.
         loss_fn: As in check_gradients.
+        starts: Buffers that each data rank's microbatches start from; empty dicts for the model's own. By default no
+            buffers are restored.
     """
 
-    def __init__(self, job: Job, reference_fn: ModelFn, dtype: torch.dtype, loss_fn: LossFn) -> None:
+    def __init__(
+        self,
+        job: Job,
+        reference_fn: ModelFn,
+        dtype: torch.dtype,
+        loss_fn: LossFn,
+        starts: Sequence[Mapping[str, Tensor]] = (),
+    ) -> None:
         self.config: Any = job.model.chunks[0].config
         self.device = job.model.device
         self.dtype = dtype
@@ -99,6 +109,8 @@ class Reference:
         self.low: nn.Module | None = None  # copy in the layout's dtypes, if they differ
         self.casts: torch.dtype | None = None  # dtype to which the layout casts weights and inputs
         self.biases: dict[str, Tensor] = {}  # router -> its bias before the last step
+        self.starts = starts
+        self.writes_buffers: bool | None = None  # if so, microbatches run separately; None until a step has shown it
         self._on_rank_zero(lambda: self._build(reference_fn, job, weights))
 
     @property
@@ -118,6 +130,9 @@ class Reference:
 
         def compute(model: nn.Module) -> Expected:
             expected = self._compute(model, batch, 1.0)
+            if self.writes_buffers is None:
+                self.writes_buffers = self._has_written(model)
+                expected = self._compute(model, batch, 1.0, again=True) if self.writes_buffers else expected
             if self.low is None:
                 return expected
             low = self._compute(self.low, batch, 1.0, again=True, tokens=expected.tokens)
@@ -157,7 +172,7 @@ class Reference:
             cast_batch, parts, tokens = self._cast(model, batch), [], 0.0
             for number in range(self.data_ranks * self.microbatches):
                 self._prepare(model)
-                loss, count = split_loss(self.loss_fn(model, self.piece(cast_batch, number)), self.per_token)
+                loss, count = self._loss(model, self.piece(cast_batch, number), number)
                 loss.backward()
                 grad = params[name].grad
                 parts.append((torch.zeros_like(params[name]) if grad is None else grad).detach().cpu().clone())
@@ -188,6 +203,8 @@ class Reference:
     def _build(self, reference_fn: ModelFn, job: Job, weights: dict[str, Tensor]) -> None:
         self.model = self._full_model(reference_fn, job).to(self.dtype)
         load_full_weights(self.model, weights)
+        if self.starts and not self.starts[0]:
+            self.starts = [start_of(self.model)] * self.data_ranks
         self.casts = job.model.computes_in
         if self.casts or any(weights[name].dtype != self.dtype for name, _ in self.model.named_parameters()):
             self.low = self._full_model(reference_fn, job).to(job.model.dtype)
@@ -210,7 +227,7 @@ class Reference:
 
     def pieces(self, batch: Any) -> list[Any]:
         """Return the pieces of the global batch that run through the model separately."""
-        if getattr(self.config, "num_moe_experts", None) is None:
+        if getattr(self.config, "num_moe_experts", None) is None and not self.writes_buffers:
             return [batch]
         parts = [self.piece(batch, number) for number in range(self.data_ranks * self.microbatches)]
         if getattr(self.config, "moe_router_load_balancing_type", "") != "global_aux_loss":
@@ -230,8 +247,8 @@ class Reference:
         ran: list[nn.Module] = []  # modules that ran in backward
         pieces = self.pieces(self._cast(model, batch))
         with auxiliary_loss_scale(auxiliary * factor):
-            for piece, share in zip(pieces, self.shares or [1.0] * len(pieces), strict=True):
-                loss, count = split_loss(self.loss_fn(model, piece), self.per_token)
+            for number, (piece, share) in enumerate(zip(pieces, self.shares or [1.0] * len(pieces), strict=True)):
+                loss, count = self._loss(model, piece, number)
                 loss = loss * share if share != 1.0 else loss
                 handle = register_module_forward_pre_hook(lambda module, _: ran.append(module))
                 try:
@@ -255,6 +272,18 @@ class Reference:
             unreached=tuple(n for n, param in model.named_parameters() if param.requires_grad and param.grad is None),
             recomputes=bool(ran),
         )
+
+    def _loss(self, model: nn.Module, piece: Any, number: int) -> tuple[Tensor, float]:
+        """Return loss and number of tokens of a piece, which starts from the buffers of its data rank."""
+        if self.starts:
+            set_buffers(model, self.starts[number // self.microbatches])
+        return split_loss(self.loss_fn(model, piece), self.per_token)
+
+    def _has_written(self, model: nn.Module) -> bool:
+        """Return True if a forward has written the buffers that it started from."""
+        now = buffers_of(model, {})
+        starts = [(now[name], value) for name, value in (self.starts or [{}])[0].items() if name in now]
+        return not all(torch.equal(value, start.to(value)) for value, start in starts)
 
     def _prepare(self, model: nn.Module) -> None:
         """Clear the gradients and restore the routers' biases from before the step."""
@@ -298,8 +327,7 @@ class Reference:
             recorder.add(model, namer(model))
             for number in range(first, first + self.microbatches):
                 loads.number = number - first
-                piece = self.piece(batch, number)
-                loss, _ = split_loss(self.loss_fn(model, piece), self.per_token)
+                loss, _ = self._loss(model, self.piece(batch, number), number)
                 with recorder.backward():
                     in_full(loss, weight).backward()
         return recorder

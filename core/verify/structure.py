@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -83,60 +83,6 @@ def state_of(module: nn.Module) -> dict[str, State]:
         )
         for name, part in module.named_modules()
     }
-
-
-def buffers_of(module: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the floating-point buffers of a module on the CPU.
-
-    Args:
-        module: The module.
-        before: Earlier result, whose tensors are returned again if their values have not changed.
-
-    Returns:
-        Copies by name.
-    """
-    found: dict[str, Tensor] = {}
-    for name, buffer in module.named_buffers():
-        if buffer.is_floating_point() and not buffer.is_meta:
-            value = buffer.detach().cpu()
-            known = before.get(name)
-            found[name] = known if known is not None and torch.equal(known, value) else value.clone()
-    return found
-
-
-def written_buffers(
-    starts: Sequence[Mapping[str, Tensor]], module: nn.Module, microbatches: int, *, without: Collection[str] = ()
-) -> list[dict[str, Tensor]]:
-    """Return the values before each microbatch of the buffers that forwards write.
-
-    Args:
-        starts: `buffers_of` before each forward of a step.
-        module: The module after the step.
-        microbatches: Number of microbatches, each of which has the same number of forwards.
-        without: Buffers to leave out.
-
-    Returns:
-        Values by name for each microbatch; empty if forwards write no buffer.
-    """
-    if not starts or len(starts) % microbatches:
-        return []
-    now = buffers_of(module, starts[-1])
-    names = [name for name in now if name not in without and any(now[name] is not start.get(name) for start in starts)]
-    firsts = starts[:: len(starts) // microbatches]
-    return [{name: start[name] for name in names} for start in firsts] if names else []
-
-
-def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Replace buffers of a module by name; names that it does not have are skipped.
-
-    Args:
-        module: The module.
-        values: New values, which are copied.
-    """
-    own = dict(module.named_buffers())
-    for name in values.keys() & own.keys():
-        path, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(path), leaf, values[name].to(own[name], copy=True))
 
 
 def initialized_modules(before: Mapping[str, State], after: Mapping[str, State]) -> set[str]:

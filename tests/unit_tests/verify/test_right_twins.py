@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from core.verify import note
+from core.distributed import DistributedDataParallel
+from core.verify import check_gradients, note
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.verify.test_program import data_of
 from tests.unit_tests.verify.test_updates import report_of
@@ -67,6 +68,21 @@ class Centred(nn.Module):
             else:
                 self.mean.copy_(mean)
         return x - self.mean.clone()
+
+
+class Codebook(nn.Module):
+    """Replaces each row by the nearest code, and moves that code towards it by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.linspace(-1, 1, 5)[:, None].repeat(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.detach()
+        nearest = torch.cdist(rows, self.codes).argmin(1)
+        codes = self.codes[nearest]
+        self.codes.index_put_((nearest,), 0.1 * (rows - codes), accumulate=True)
+        return x + (self.codes[nearest] - rows)
 
 
 def mse(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -149,6 +165,32 @@ def test_a_right_program_is_not_blamed(rank: int, world: int, name: str) -> None
     assert report.ok and "those of one process" in report.weights, str(report)
     assert bool(report.notes) == ("samples" in name or "of each rank" in name), str(report)
     assert ("forwards write the buffer 'norm.mean'" in str(report)) == ("average of each rank" in name), str(report)
+
+
+WRITTEN: dict[str, Callable[[], nn.Module]] = {
+    **{name: twin["norm"] for name, twin in TWINS.items() if "spectral" in name or "so far" in name},
+    "a moving average inside": Centred,
+    "batch statistics": lambda: nn.BatchNorm1d(8),
+    "codes that are moved by hand": Codebook,
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_check_gradients_starts_each_microbatch_from_its_ranks_buffers(rank: int, world: int, name: str) -> None:
+    """For users of spectral norms, whose model was called random; each rank draws the buffers from another seed."""
+
+    def report_of_factor(factor: float) -> Any:
+        def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return mse(model, *batch) * (factor if isinstance(model, DistributedDataParallel) else 1.0)
+
+        torch.manual_seed(5 + rank)
+        return check_gradients(lambda: Normed(WRITTEN[name]()), loss, data_of(0, (12, 6))[0], microbatches=3)
+
+    report = report_of_factor(1.0)
+    assert report.ok and report.parameters >= 4, str(report)
+    assert ("forwards write the buffer" in str(report)) == ("spectral" in name), str(report)
+    assert "dp times too large" in report_of_factor(2.0).cause
 
 
 @ranks(2)
