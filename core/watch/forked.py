@@ -52,12 +52,9 @@ def _is_from_a_dataloader() -> bool:
 
 
 def drop_connections(kept: Collection[int] = ()) -> None:
-    """Close this process's network connections: gloo's, NCCL's and those of torch's store.
+    """Close this process's network connections, except `kept` ones: gloo's, NCCL's and those of torch's store.
 
     Each descriptor stays open on the null device, so that no other file gets its number.
-
-    Args:
-        kept: Descriptors to keep.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):

@@ -25,10 +25,6 @@ class PromptStore:
 
     A call that takes longer than `limit_s` raises RuntimeError, and so do all further calls until it has returned. The
     client of torch's TCPStore reads its socket without a limit, so a separate thread makes the calls.
-
-    Args:
-        store: The torch store.
-        limit_s: Time limit of a call, in seconds.
     """
 
     def __init__(self, store: dist.Store, limit_s: float) -> None:

@@ -64,13 +64,7 @@ log = logging.getLogger(__name__)
 
 
 class RankWatch:
-    """Thread that watches the ranks of a job, from `start` to `stop`.
-
-    Args:
-        store: The job's store. The watch opens a separate connection to it.
-        member: This rank's process.
-        world: Number of ranks.
-    """
+    """Thread that watches the ranks of a job, from `start` to `stop`, over a separate connection to the job's store."""
 
     def __init__(self, store: dist.Store, member: RankProcess, world: int) -> None:
         own = store.clone()
@@ -175,11 +169,7 @@ class RankWatch:
     def account(self, wait: waiting) -> tuple[str, str]:
         """Describe why a wait of this rank has failed. Takes up to GRACE_S, to find a lost rank.
 
-        Args:
-            wait: The failed wait.
-
-        Returns:
-            The missing ranks with the places of the other ranks, and the next step if a rank has died.
+        Returns the missing ranks with the places of the other ranks, and the next step if a rank has died.
         """
         self.failed = wait.failed
         others = [rank for rank in wait.ranks if rank != self.rank]
@@ -459,14 +449,10 @@ def announce_process() -> None:
 
 
 def start_watch(stage: int) -> RankWatch | None:
-    """Watch the ranks of the default group. Every rank of the group must call it. Returns without waiting.
+    """Watch the ranks of the default group. Every rank of the group must call it, with its pipeline stage.
 
-    Args:
-        stage: This rank's pipeline stage.
-
-    Returns:
-        The started watch. None in a job of one rank, with torch's fake backend, and, with a warning, if the job's
-        store cannot be shared.
+    Returns the started watch at once. Returns None in a job of one rank, with torch's fake backend, and, with a
+    warning, if the job's store cannot be shared.
     """
     world = dist.get_world_size()
     if world == 1 or dist.get_backend() == "fake":

@@ -27,9 +27,6 @@ class SignalThread:
     """Thread that calls a function with the number of each signal of this process.
 
     It does not start outside the main thread, or if other code already uses the wakeup pipe.
-
-    Args:
-        on_signal: The function.
     """
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:

@@ -53,11 +53,7 @@ _watch: Watch | None = None  # the watch of this process
 
 
 def use_watch(watch: Watch | None) -> None:
-    """Set this process's watch, which names lost ranks.
-
-    Args:
-        watch: A started watch; None when it is stopped.
-    """
+    """Set this process's watch, which names lost ranks; None when it is stopped."""
     global _watch
     _watch = watch
 
@@ -182,12 +178,9 @@ class waiting:
 
 
 def expect(ranks: Collection[int]) -> None:
-    """Raise PeerLost if the rank watch knows that one of these ranks is lost.
+    """Raise PeerLost if the rank watch knows that one of these global ranks is lost.
 
     Call it inside `waiting`, before a wait that would last until its timeout.
-
-    Args:
-        ranks: Global ranks to wait for.
     """
     lost = [] if _watch is None else sorted(_watch.lost.keys() & set(ranks))
     if lost:
@@ -228,13 +221,10 @@ def complete(work: dist.Work, slack_s: float | None = 0.0) -> None:
 
 
 def end_waits_of(group: dist.ProcessGroup) -> None:
-    """End all waits of this process in a gloo group by closing the group's connections.
+    """End all waits of this process in a gloo group by closing its connections. It cannot be used afterwards.
 
     gloo closes a group's connections if one of its waits times out, which also ends the other ranks' waits. A wait for
     a first connection (TORCH_GLOO_LAZY_INIT) has no timeout, so it runs in a thread.
-
-    Args:
-        group: The group, which cannot be used afterwards.
     """
     thread = threading.Thread(target=_wait_in, args=(group,), name="core-end-waits", daemon=True)
     thread.start()
@@ -248,10 +238,9 @@ def _wait_in(group: dist.ProcessGroup) -> None:
 
 
 class DeadlockCheck:
-    """Repeated check of one wait for ranks that wait for each other. Without a watch it does nothing.
+    """Repeated check of one wait for ranks that wait for each other, with the slack of `complete`.
 
-    Args:
-        slack_s: As in `complete`.
+    Without a watch it does nothing.
     """
 
     def __init__(self, slack_s: float | None = 0.0) -> None:
@@ -279,14 +268,10 @@ class DeadlockCheck:
 
 
 def store_barrier(call: str, ranks: Sequence[int]) -> None:
-    """Wait in the job's store until all ranks have made a call equally often. Without a watch it does nothing.
+    """Wait in the job's store until all global ranks have made a call equally often. Without a watch, do nothing.
 
     Call it inside `waiting`, before the first collective of a call that one rank may make alone. Otherwise that
     collective would be paired with another one of the other ranks, and use its values or abort the process.
-
-    Args:
-        call: Name of the call.
-        ranks: Global ranks that make the call.
     """
     if _watch is None:
         return
@@ -306,13 +291,7 @@ def store_barrier(call: str, ranks: Sequence[int]) -> None:
 def starting(store: dist.Store, rank: int, world: int) -> Iterator[dist.Store]:
     """Return a context for the start of a job's default group, before there is a rank watch.
 
-    Args:
-        store: Store of the default group.
-        rank: This rank.
-        world: Number of ranks.
-
-    Raises:
-        PeerLost: Instead of the store's error, with the missing ranks.
+    Raises PeerLost with the missing ranks instead of the store's error.
     """
     try:
         store.set(f"came/{rank}", "")
@@ -329,14 +308,8 @@ def deadlocked_ranks(beats: Mapping[int, Mapping[str, Any]], patience_s: float) 
     """Find ranks that wait for each other forever. Pure.
 
     A rank can continue if it does not wait, or not for long, or if each rank that it waits for can continue or waits
-    for the same thing. A wait with unknown ranks counts as a wait for all ranks.
-
-    Args:
-        beats: Last beat of each rank.
-        patience_s: Seconds in one wait before a rank counts as stuck.
-
-    Returns:
-        The ranks, sorted.
+    for the same thing. A wait with unknown ranks counts as a wait for all ranks. `beats` has the last beat of each
+    rank; a rank counts as stuck after `patience_s` in one wait.
     """
     stays = {
         rank: (beat["for"], beat["ranks"] or list(beats))

@@ -28,9 +28,6 @@ class BucketPool:
     oldest reduction in flight, in backward too. This cannot deadlock: the rank that has launched the fewest buckets
     waits for one of its buckets, which all other ranks have launched as well, so it continues. A rank that has no
     gradients for a bucket launches it at the end of its backward or in finalize_model_grads.
-
-    Args:
-        memory: [pool_numel of the buffer's buckets].
     """
 
     def __init__(self, memory: torch.Tensor) -> None:

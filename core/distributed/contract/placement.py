@@ -126,14 +126,7 @@ class Placement:
             )
 
     def check_for(self, device_type: str) -> None:
-        """Check that ranks on a type of device can offload as requested.
-
-        Args:
-            device_type: 'cpu' or the type of an accelerator.
-
-        Raises:
-            ValueError: If they cannot.
-        """
+        """Raise ValueError if ranks on this type of device cannot offload as requested."""
         if not self.offloads:
             return
         if device_type == "cpu" and self.directory is None:
@@ -161,12 +154,7 @@ class Placement:
 
 
 def first_of(nbytes: Sequence[int], fraction: float) -> set[int]:
-    """Return the indices of the first `fraction` of all bytes: items whose middle is inside it.
-
-    Args:
-        nbytes: Size of each item, in order.
-        fraction: Between 0 and 1.
-    """
+    """Return the indices of the first `fraction` of all bytes: items of these sizes whose middle is inside it."""
     limit, reached, chosen = fraction * sum(nbytes), 0, set()
     for index, size in enumerate(nbytes):
         if reached + size / 2 < limit:

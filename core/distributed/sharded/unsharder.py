@@ -53,14 +53,7 @@ from core.groups.process_groups import ProcessGroups
 
 
 class Unsharder(PlainParams):
-    """Sharded parameters of one wrapped model chunk.
-
-    Args:
-        units: Units in bucket order, frozen ones last.
-        buckets: Buckets of gradients in launch order.
-        collectives: Issues the gathers.
-        groups: Process groups of the model.
-    """
+    """Sharded parameters of one wrapped model chunk, in units in bucket order, frozen ones last."""
 
     def __init__(
         self, units: Sequence[ParamUnit], buckets: Sequence[Bucket], collectives: Collectives, groups: ProcessGroups

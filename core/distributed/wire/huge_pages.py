@@ -47,11 +47,8 @@ class Blocks:
     """CPU memory for tensors that is returned to the system, or reused for the next tensor, when a tensor is freed.
 
     The C library may keep memory that it frees. After some tensors of a few MiB it takes larger ones from its heap too,
-    where small live objects prevent their return to the system.
-
-    Args:
-        most: Number of blocks, in use or free, up to which the largest free ones are kept, because fresh pages cost
-            time.
+    where small live objects prevent their return to the system. Of `most` blocks, in use or free, the largest free ones
+    are kept, because fresh pages cost time.
     """
 
     def __init__(self, most: int) -> None:
