@@ -22,13 +22,12 @@ from core.distributed.distributed_data_parallel_config import RESIDENCIES, Distr
 from core.extras import require
 from core_plan.job.config import AXIS_OPTIONS, JobConfig, RunConfig
 from core_plan.job.errors import ConfigError
-from core_plan.job.help_text import asks_for_help, help_text
 from core_plan.job.limits import flag
 
 LONGEST_TOML = 1 << 20  # bytes
 
 Config = TypeVar("Config")
-
+HINT = "Perhaps you meant"  # the words of tyro
 # Flags that stand for another one, by the names every user of parallel training knows.
 SHORT_FLAGS = {f"--{axis}": f"--parallel.{axis}" for axis in (*AXIS_OPTIONS, "vpp", "schedule")}
 OTHER_NAMES = {
@@ -37,32 +36,11 @@ OTHER_NAMES = {
     "--record": "--logging.record-every",
     "--checkpoint.async": "--checkpoint.asynchronous",
 }  # Python keeps `async` for itself
-# What other trainers call an option of ours, or one of several, as an answer says it.
-FOREIGN_NAMES = {
-    "learning-rate": "--optimizer.lr",
-    "epochs": "--run.steps",
-    "num-epochs": "--run.steps",
-    "num-train-epochs": "--run.steps",
-    "max-steps": "--run.steps",
-    "train-iters": "--run.steps",
-    "save-steps": "--checkpoint.every",
-    "eval-steps": "--run.validate-every",
-    "logging-steps": "--logging.print-every",
-    "output-dir": "--run.directory",
-    "batch-size": "--run.micro-batch-size or --run.global-batch-size",
-    "train-batch-size": "--run.micro-batch-size or --run.global-batch-size",
-    "per-device-train-batch-size": "--run.micro-batch-size",
-    "gradient-accumulation-steps": "--run.global-batch-size",
-    "max-seq-length": "--model.sequence-length",
-    "seq-length": "--model.sequence-length",
-    "max-grad-norm": "--optimizer.clip-grad",
-    "bf16": "--model.dtype bfloat16",
-    "fp16": "--model.dtype",
-    "mixed-precision": "--model.dtype",
-    "torch-dtype": "--model.dtype",
-    "tensor-model-parallel-size": "--parallel.tp",
-    "pipeline-model-parallel-size": "--parallel.pp",
-}
+ABOUT = (
+    "Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults. "
+    f"{', '.join(SHORT_FLAGS)} are short for --parallel.dp and so on. --dry-run prints the plan of the job and starts "
+    "nothing; --dry-run --device h100 plans for another device, with the time of a step."
+)
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
@@ -74,57 +52,25 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     files, flags = split_config_files(argv)
     flags = spell_out(flags)
     tables = [read_toml(file) for file in files]
-    default = JobConfig(ddp=ddp_defaults(given_options(tables, flags)))
-    about = "Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults. "
-    about += f"{', '.join(SHORT_FLAGS)} are short for --parallel.dp and so on."
-    script = Path(sys.argv[0]).name
-    prog = script if script == "pretrain_gpt.py" else "python -m core train"
-    return read_over(default, list(zip(files, tables, strict=True)), flags, prog, about)
-
-
-def read_over(
-    config: Config,
-    tables: Sequence[tuple[Path, Mapping[str, Any]]],
-    flags: Sequence[str],
-    prog: str,
-    about: str,
-    short: Mapping[str, str] = OTHER_NAMES,
-) -> Config:
-    """Return a configuration overridden by the tables of TOML files, then by flags.
-
-    Args:
-        config: The defaults.
-        tables: Tables of the files.
-        flags: The flags.
-        prog: Name of the command.
-        about: Its description.
-        short: Abbreviations of flags.
-
-    Raises:
-        ConfigError: If something cannot be read; one line.
-    """
-    for file, table in tables:
+    config = JobConfig(ddp=ddp_defaults(given_options(tables, flags)))
+    for file, table in zip(files, tables, strict=True):
         config = merge(config, table, str(file))
     tyro = require("tyro", "reading the command line")
-    refusal, shown = io.StringIO(), io.StringIO()
-    group = asks_for_help(flags)
+    script = Path(sys.argv[0]).name
+    refusal = io.StringIO()
     try:
-        with contextlib.redirect_stderr(refusal), contextlib.redirect_stdout(shown):
-            read: Config = tyro.cli(
-                type(config),
-                args=flags if group is None else ["--help"],
+        with contextlib.redirect_stderr(refusal):
+            read: JobConfig = tyro.cli(
+                JobConfig,
+                args=flags,
                 default=config,
-                prog=prog,
-                description=about,
+                prog=script if script == "pretrain_gpt.py" else "python -m core train",
+                description=ABOUT,
                 config=(tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as error:
         if error.code:
-            text = one_line(refusal.getvalue())
-            meant = perhaps_meant(text, config, short)
-            raise ConfigError(text.partition(" Perhaps you meant")[0] + meant if meant else text) from None
-        if group is not None:
-            print(help_text(shown.getvalue(), config, prog, about, group))
+            raise ConfigError(one_line(refusal.getvalue())) from None
         raise
     return read
 
@@ -135,51 +81,20 @@ def saved_options(kind: type[Config], saved: Mapping[str, Any]) -> Config:
     return kind(**{name: value for name, value in saved.items() if name in known})
 
 
-def perhaps_meant(refusal: str, config: Any, short: Mapping[str, str]) -> str:
-    """Return options that resemble the unknown ones of a refusal; empty if none does. Pure.
-
-    The same word in another section, and other trainers' names, come before similar spellings.
-    """
-    known = [
-        flag(section.name, f"{no}{option.name}")
-        for section in dataclasses.fields(config)
-        if dataclasses.is_dataclass(options := getattr(config, section.name))
-        for option in dataclasses.fields(options)
-        for no in (("", "no_") if isinstance(getattr(options, option.name), bool) else ("",))
-    ]
-    by_word: dict[str, str] = {}
-    for name in known:
-        word = name.rpartition(".")[2]
-        by_word[word] = f"{by_word[word]} or {name}" if word in by_word else name
-    by_word |= {name.lstrip("-"): name for name in (*known, *short)}
-    by_word |= {word: names for word, names in FOREIGN_NAMES.items() if named_in(names) <= set(known)}
-    unknown = refusal.partition("Unrecognized options: ")[2].partition(" Perhaps you meant")[0]
-    words = [word.lstrip("-").replace("_", "-") for word in unknown.split(", ") if word.startswith("--")]
-    near = []
-    for word in words:
-        parts = (word, word.rpartition(".")[2])  # the second is without the section
-        alike = [each for part in parts for each in difflib.get_close_matches(part, by_word, n=1, cutoff=0.75)]
-        near += [by_word[each] for each in [part for part in parts if part in by_word][:1] or alike[:1]]
-    return f". Perhaps you meant {', '.join(dict.fromkeys(near))}" if near else ""
-
-
-def named_in(names: str) -> set[str]:
-    """The options in a text of FOREIGN_NAMES."""
-    return {word for word in names.split() if word.startswith("--")}
-
-
 def one_line(box: str) -> str:
-    """Text of tyro's box, without its frame and without the help below."""
+    """Return the error in tyro's box, and the names of the options that tyro suggests."""
     lines = [line.strip(" │|") for line in box.splitlines() if line.strip()]
     rule = re.compile(r"[╭╰]|.*[─-]{3,}\W*$")
-    if len(lines) > 1 and rule.match(lines[1]):  # a title, underlined where the output is no terminal
+    if len(lines) > 1 and rule.match(lines[1]):  # a title, underlined if the output is no terminal
         del lines[0]
     text = " ".join(line for line in lines if not rule.match(line))
-    text = re.split(r"Got errors:|Argument helptext:|For full helptext", text)[0].strip()
+    text, _, suggested = re.split(r"Got errors:|Argument helptext:|For full helptext", text)[0].partition(HINT)
+    names = dict.fromkeys(re.findall(r"--[\w-]+\.[\w-]+", suggested))
+    text = text.strip() + (f". {HINT} {', '.join(names)}" if names else "")
     if not text.startswith("Error parsing ddp: "):
         return text
-    names = "|".join(field.name for field in dataclasses.fields(JobConfig().ddp))
-    return re.sub(rf"\b({names})\b", lambda match: flag("ddp", match[1]), text.removeprefix("Error parsing ddp: "))
+    fields = "|".join(field.name for field in dataclasses.fields(DistributedDataParallelConfig))
+    return re.sub(rf"\b({fields})\b", lambda match: flag("ddp", match[1]), text.removeprefix("Error parsing ddp: "))
 
 
 def given_options(tables: Sequence[Mapping[str, Any]], flags: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,7 +11,7 @@ pytest.importorskip("tyro")
 
 from core import extras
 from core_plan.job.config import JobConfig
-from core_plan.job.config_file import FOREIGN_NAMES, ConfigError, load_config, merge, named_in, to_json
+from core_plan.job.config_file import ConfigError, load_config, merge, to_json
 from core_plan.job.plan import plan_job
 
 
@@ -63,49 +62,17 @@ def test_a_missing_file_is_named() -> None:
         load_config(["--config", "nowhere.toml"])
 
 
-def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match=r"options: --model\.hiden-size, 3\. Perhaps you meant --model\.hidden-size$"):
+def test_an_unknown_flag_is_refused_with_the_nearest_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"options: --model\.hiden-size, 3\. Perhaps you meant --model\.hidden-size, "
+    ):
         load_config(["--model.hiden-size", "3"])
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("--learning-rate", "--optimizer.lr"),
-        ("--learning_rate", "--optimizer.lr"),
-        ("--epochs", "--run.steps"),
-        ("--tpp", "--tp"),
-        ("--seq-length", "--model.sequence-length"),
-        ("--optimizer.learning-rate", "--optimizer.lr"),
-        ("--training.max_steps", "--run.steps"),
-        ("--optimizer.steps", "--run.steps"),
-        ("--steps", "--run.steps"),
-        ("--lr", "--optimizer.lr"),
-        ("--num-epochs", "--run.steps"),
-        ("--batch-size", "--run.micro-batch-size or --run.global-batch-size"),
-        ("--output_dir", "--run.directory"),
-        ("--bf16", "--model.dtype bfloat16"),
-        ("--mixed_precision", "--model.dtype"),
-        ("--save-steps", "--checkpoint.every"),
-        ("--name", "--optimizer.name or --run.name"),
-        ("--no-at-end", "--checkpoint.no-at-end"),
-    ],
-)
-def test_a_name_of_other_trainers_and_a_slip_are_answered_with_the_option(given: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Unrecognized options: {given}, 1. Perhaps you meant {meant}$"):
-        load_config([given, "1"])
+    with pytest.raises(
+        ConfigError, match=r"options: --lr, 1\. Perhaps you meant --optimizer\.lr, --optimizer\.min-lr$"
+    ):
+        load_config(["--lr", "1"])
     with pytest.raises(ConfigError, match=r"Unrecognized options: --zorp, 1$"):
         load_config(["--zorp", "1"])
-
-
-def test_every_option_that_a_foreign_name_stands_for_exists() -> None:
-    options = [
-        f"--{section.name}.{option.name}".replace("_", "-")
-        for config in [JobConfig()]
-        for section in dataclasses.fields(config)
-        for option in dataclasses.fields(getattr(config, section.name))
-    ]
-    assert set().union(*map(named_in, FOREIGN_NAMES.values())) <= set(options)
 
 
 def test_every_shipped_configuration_is_read_and_fits() -> None:

@@ -185,36 +185,11 @@ def test_a_refused_flag_ends_the_command_with_status_2_before_ranks_start(
 
 def test_help_names_every_option_and_ends_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["--help", "all"])
+        main(["--help"])
     shown = capsys.readouterr().out
     assert end.value.code == 0
     assert not [option for option, _ in options() if flag(*option.split(".")) not in shown]
-
-
-def test_help_is_an_overview_and_each_option_of_a_group_has_a_text_and_a_default(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def help_of(*words: str) -> str:
-        with pytest.raises(SystemExit) as end:
-            main(["--help", *words])
-        assert end.value.code == 0
-        return capsys.readouterr().out
-
-    overview = help_of()
-    assert overview.count("\n") < 50, "no wall"
-    groups = [field.name for field in dataclasses.fields(JobConfig)]
-    for group in groups:
-        assert f"--help {group} " in overview
-        shown = help_of(group)
-        entries = re.split(r"(?<!,)\n(?= --)", shown)[1:]
-        assert len(entries) == int(re.search(rf"--help {group} +(\d+)", overview)[1])  # type: ignore[index]
-        for entry in entries:
-            text = re.search(r"\n {7}([^(].*?)\(default:\s.*\)$", entry.rstrip(), re.DOTALL)
-            assert entry.startswith(f" --{group}.") and text is not None and len(text[1]) > 5, entry
-    assert "--dry-run --device h100" in overview
-    assert "  Shard the optimizer state over data parallelism" in help_of("ddp")
-    assert main(["--help", "nothing"]) == 2
-    assert "--help nothing: no such group; there are optimizer, run," in capsys.readouterr().err
+    assert "--dry-run --device h100" in " ".join(shown.split())
 
 
 # -- what the user says wins over a default --------------------------------------------------------------------------
