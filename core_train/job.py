@@ -25,7 +25,7 @@ from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activat
 from core.tensor_parallel import model_parallel_manual_seed
 from core.watch.rank_watch import announce_process
 from core.watch.waiting import starting, waiting
-from core_plan.job.config import DataOptions, JobConfig, RunConfig
+from core_plan.job.config import JobConfig, RunConfig
 from core_plan.job.config_file import to_json
 from core_plan.job.errors import ConfigError
 from core_plan.job.model_config import ddp_config, optimizer_config, transformer_config
@@ -36,18 +36,11 @@ from core_plan.job.sizes import check_vocabulary
 from core_plan.machine.launch import Launch
 from core_train.checkpoint_options import check_root
 from core_train.checkpoints import JobCheckpoints
-from core_train.indexed_tokens import describe_indexed, open_indexed
 from core_train.output import output_is_gone
 from core_train.profile import profiler_of
 from core_train.reporter import Reporter
 from core_train.step_trace import StepTrace
-from core_train.token_file import (
-    TokenFile,
-    check_windows,
-    open_token_file,
-    prepare_token_file,
-    save_tokenizer,
-)
+from core_train.tokens import Tokens, check_windows, open_tokens, prepare_tokens, save_tokenizer
 from core_train.trainer import Trainer
 
 NO_LIMIT = timedelta(days=365)
@@ -130,7 +123,7 @@ def train(
     keeps: all ranks can write to the run's directory, so a run that names no other place saves its checkpoint there.
     """
     start_groups(config, plan)
-    tokens = open_tokens(config, prepares_data)
+    tokens = job_tokens(config, prepares_data)
     trainer = build_trainer(config, plan, tokens, device)
 
     def save_more(path: Path) -> None:
@@ -309,38 +302,21 @@ def gather_traces(trace: StepTrace) -> list[StepTrace]:
     return gathered or []
 
 
-def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
-    """The token file, made by one rank of each machine; if that fails, all ranks say why. Collective."""
-    data = config.data
-    name = prepared_by_one(lambda: prepare_tokens(data).name, prepares_data, data.cache)
-    if data.megatron is None:
-        tokens = open_token_file(data.cache / name, validation_fraction=data.validation_fraction)
-    else:
-        tokens = open_indexed(data.megatron, data.cache / name, validation_fraction=data.validation_fraction)
-    check_windows(len(tokens.train), config.model.sequence_length)
-    return tokens
+def job_tokens(config: JobConfig, prepares_data: bool) -> Tokens:
+    """Open the tokens, prepared by one rank of each machine; if that fails, all ranks raise the error. Collective.
 
-
-def prepare_tokens(data: DataOptions) -> Path:
-    """Create the token files of these options unless they exist, and return the path to open, without a suffix."""
-    return prepare_token_file(data) if data.megatron is None else describe_indexed(data.megatron, data.cache)
-
-
-def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path) -> str:
-    """The name of the data's file in `cache`, made by one rank of each machine; if it fails, all say why. Collective.
-
-    The other ranks wait as long as it takes, without the time limit of the job's groups. The rank watch says which
-    rank waits for which (core.watch.rank_watch).
+    The other ranks wait without the time limit of the job's groups.
     """
+    data = config.data
     with waiting("a group for the text", dist.group.WORLD):
         group = dist.new_group(timeout=NO_LIMIT, backend="gloo")
     name: str | None = None
     failure: str | None = None
     if prepares_data:
         try:
-            name = prepare()
+            name = prepare_tokens(data).name
         except OSError as error:
-            failure = explain(error, cache)
+            failure = explain(error, data.cache)
         except Exception as error:  # packages of tokenizers raise errors of any kind, and the others wait
             failure = str(error) or repr(error)
     answers = agree.gather((failure, name), group, "the text")
@@ -356,10 +332,12 @@ def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path
                 f"the text or the tokenizer of rank {rank} differs from rank {first} (token files {theirs} and "
                 f"{names[first]}); give all machines the same files"
             )
-    return names[first]
+    tokens = open_tokens(data, data.cache / names[first])
+    check_windows(len(tokens.train), config.model.sequence_length)
+    return tokens
 
 
-def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: torch.device) -> Trainer:
+def build_trainer(config: JobConfig, plan: JobPlan, tokens: Tokens, device: torch.device) -> Trainer:
     """Model, wrapper and optimizer. Collective."""
     groups = parallel_state.get_process_groups()
     model_parallel_manual_seed(config.run.seed)

@@ -23,12 +23,10 @@ from core_plan.machine.memory import device_memory_bytes, host_memory_bytes
 from core_plan.machine.own_ranks import STARTED_BY_US, end_with_parent, start_ranks
 from core_plan.machine.threads import available_cores, intra_op_threads
 from core_train.checkpoint_options import after_restart, check_root, check_saved_model
-from core_train.dataset_text import FILE_KINDS, open_dataset
-from core_train.indexed_tokens import read_index
 from core_train.output import outputs_that_may_go
-from core_train.text import open_text
-from core_train.token_file import check_windows
+from core_train.text import FILE_KINDS, open_dataset, open_text
 from core_train.tokenizer import read_tokenizer
+from core_train.tokens import check_windows, read_index
 from core_train.trackers import check_tracker
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -286,7 +284,7 @@ def check_source(data: DataOptions) -> int | None:
                 "--data.tokenizer bpe is trained on text, and --data.megatron gives tokens; leave it out, or give the "
                 "tokenizer.json that has made them, to be kept with the model"
             )
-        return read_index(data.megatron).tokens
+        return read_index(data.megatron)[1]
     if data.dataset is not None:
         open_dataset(data)
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,21 +14,11 @@ from core.extras import require
 END_OF_TEXT = "<|endoftext|>"
 
 
-class Tokenizer(Protocol):
-    """Tokenizer as the token file uses it. `identity` differs if two would number a text differently."""
-
-    vocab_size: int
-    identity: str
-
-    def encode(self, document: bytes) -> np.ndarray:
-        """Encode one document to [tokens], with an end mark if the tokenizer has one."""
-
-
 class ByteTokenizer:
     """Every byte is its own token; a document ends with byte 0."""
 
     vocab_size = 256
-    identity = "bytes"
+    identity = "bytes"  # differs between tokenizers that number a text differently
 
     def encode(self, document: bytes) -> np.ndarray:
         """[bytes + 1] of uint8."""
@@ -49,6 +39,9 @@ class FileTokenizer:
         """[tokens] of uint32; bytes that are not UTF-8 become U+FFFD."""
         tokens = self.tokenizer.encode(document.decode("utf-8", errors="replace"), add_special_tokens=False).ids
         return np.array(tokens if self.end is None else [*tokens, self.end], dtype=np.uint32)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def train_bpe(documents: Iterable[bytes], vocab_size: int) -> FileTokenizer:

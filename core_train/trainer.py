@@ -23,7 +23,7 @@ from core_plan.job.plan import JobPlan
 from core_train.mfu import flops_of_token
 from core_train.sampler import GlobalBatchSampler, microbatches
 from core_train.step_trace import Span, StepTrace
-from core_train.token_file import TokenFile, num_windows, window
+from core_train.tokens import Tokens, num_windows, window
 
 Batch = tuple[torch.Tensor, ...]  # inputs, labels, ... [windows, tokens of this context rank]
 
@@ -58,7 +58,7 @@ class Trainer:
         plan: JobPlan,
         chunks: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
-        tokens: TokenFile,
+        tokens: Tokens,
         groups: ProcessGroups,
         device: torch.device,
         runner: PipelineRunner | None = None,

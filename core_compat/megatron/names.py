@@ -118,7 +118,7 @@ ABSENT = {
     "enums": "nothing here reads a model's type; leave it out, or import Megatron's own for its model",
     "packed_seq_params": "import Megatron's own for its model; core.models.gpt.GPTModel takes document_ids and "
     "position_ids, which core.context_parallel.documents_from_ends makes",
-    "datasets": "write an iterator of dictionaries of tensors; core_train.indexed_tokens reads .bin/.idx files",
+    "datasets": "write an iterator of dictionaries of tensors; core_train.tokens reads .bin/.idx files",
     "tokenizers": "use a tokenizer of its own package (tokenizers, transformers); core_train reads token files",
     "inference": _GENERATE,
     "inference_params": _GENERATE,

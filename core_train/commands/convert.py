@@ -31,8 +31,8 @@ from core_plan.job.model_config import transformer_config
 from core_plan.job.run_directory import CHECKPOINTS
 from core_train.commands.generate import UNKNOWN, load_trained, load_tuned, words_of
 from core_train.commands.model_directory import AUTO_CLASS, CLASSIFIER, Tuned
-from core_train.token_file import TOKENIZER
 from core_train.tokenizer import END_OF_TEXT
+from core_train.tokens import TOKENIZER
 
 BYTES = 256  # the vocabulary of a model that was trained on bytes
 

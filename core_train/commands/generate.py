@@ -33,8 +33,8 @@ from core_plan.machine.launch import Launch, find_launch, say_once
 from core_plan.machine.own_ranks import end_with_parent, start_ranks
 from core_train.commands.model_directory import Tuned, load_directory, model_directory, prompt_ids
 from core_train.job import on_started_ranks
-from core_train.token_file import TOKENIZER
 from core_train.tokenizer import FileTokenizer, read_tokenizer
+from core_train.tokens import TOKENIZER
 
 END_OF_DOCUMENT = 0  # the byte that ends a document of bytes
 UNKNOWN = "unknown"  # the tokenizer of a model that came without one

@@ -10,7 +10,7 @@ pytest.importorskip("tyro")
 
 from core_plan.job.config_file import load_config
 from core_plan.job.plan import plan_job
-from core_train.job import build_trainer, open_tokens, start_groups
+from core_train.job import build_trainer, job_tokens, start_groups
 from tests.unit_tests.core_train.training_reference import (
     CPU,
     REPLICATED,
@@ -70,7 +70,7 @@ def test_validation_with_shared_experts_needs_no_even_number_of_windows(
     config = load_config([*flags, "--data.validation-fraction", "0.1"])
     plan = plan_job(config, world)
     start_groups(config, plan)
-    tokens = open_tokens(config, rank == 0)
+    tokens = job_tokens(config, rank == 0)
     loss = build_trainer(config, plan, tokens, CPU).validation_loss()
     assert loss == pytest.approx(5.5, abs=0.3)
 

@@ -17,10 +17,10 @@ from core_plan.job.config import DataOptions, JobConfig, OptimizerOptions, RunOp
 from core_plan.job.config_file import load_config
 from core_plan.job.errors import ConfigError
 from core_plan.job.schedule import make_scheduler
-from core_train.job import open_tokens
+from core_train.job import job_tokens
 from core_train.sampler import GlobalBatchSampler, microbatches
 from core_train.text import open_text, standard_library
-from core_train.token_file import num_windows, open_token_file, prepare_token_file, window
+from core_train.tokens import num_windows, open_tokens, prepare_tokens, window
 from tests.unit_tests.core_train.training_reference import TINY
 from tests.unit_tests.ranks import ranks
 
@@ -42,8 +42,8 @@ def test_a_text_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_byte_tokens_are_the_bytes_of_the_documents_and_an_end_mark(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xc3\xa9 \xff")
-    options = DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path / "cache")
-    file = open_token_file(prepare_token_file(options), validation_fraction=0.25)
+    options = DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path / "cache", validation_fraction=0.25)
+    file = open_tokens(options, prepare_tokens(options))
     assert np.concatenate([file.train, file.validation]).tobytes() == b"caf\xc3\xa9 \xff\0"
     assert len(file.train) == 6 and len(file.validation) == 2
     assert (file.header.text_bytes, file.header.tokens, file.header.dtype) == (7, 8, "uint8")
@@ -54,12 +54,12 @@ def test_a_token_file_is_made_once_and_again_when_the_text_changes(tmp_path: Pat
     source = tmp_path / "a.txt"
     source.write_text("one")
     options = DataOptions(text=(source,), cache=tmp_path / "cache")
-    first = prepare_token_file(options)
+    first = prepare_tokens(options)
     written = first.with_suffix(".tokens").stat().st_mtime_ns
-    assert prepare_token_file(options) == first
+    assert prepare_tokens(options) == first
     assert first.with_suffix(".tokens").stat().st_mtime_ns == written
     source.write_text("two")
-    assert prepare_token_file(options) != first
+    assert prepare_tokens(options) != first
     assert not list((tmp_path / "cache").glob("*.partial"))
 
 
@@ -73,48 +73,49 @@ def test_a_text_has_one_order_and_one_token_file_under_every_spelling_of_its_pat
     monkeypatch.chdir(tmp_path)
     spellings = ((text,), (Path("text/inner"),), (Path("text/../text/inner"),))
     assert len({tuple(file.name for file in open_text(paths).files) for paths in spellings}) == 1
-    files = {prepare_token_file(DataOptions(text=paths, cache=tmp_path / "cache")) for paths in spellings}
+    files = {prepare_tokens(DataOptions(text=paths, cache=tmp_path / "cache")) for paths in spellings}
     assert len(files) == 1
     one_by_one = tuple(sorted(text.iterdir()))
-    assert files == {prepare_token_file(DataOptions(text=one_by_one, cache=tmp_path / "cache"))}
+    assert files == {prepare_tokens(DataOptions(text=one_by_one, cache=tmp_path / "cache"))}
 
 
 def test_a_token_files_digest_is_that_of_its_tokens(tmp_path: Path) -> None:
     def digest(name: str, content: str) -> str:
         (tmp_path / name).write_text(content)
-        path = prepare_token_file(DataOptions(text=(tmp_path / name,), cache=tmp_path / "cache"))
-        return open_token_file(path, validation_fraction=0.1).header.digest
+        options = DataOptions(text=(tmp_path / name,), cache=tmp_path / "cache")
+        return open_tokens(options, prepare_tokens(options)).header.digest
 
     assert digest("a.txt", "one text") == digest("b.txt", "one text") != digest("c.txt", "two text")
 
 
 def test_a_cut_off_token_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    path = prepare_token_file(DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path))
+    options = DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path)
+    path = prepare_tokens(options)
     path.with_suffix(".tokens").write_bytes(b"some")
-    with pytest.raises(ValueError, match="holds 4 tokens and its header says 10; delete both"):
-        open_token_file(path, validation_fraction=0.1)
+    with pytest.raises(ValueError, match="holds 4 tokens and its header says 10; delete "):
+        open_tokens(options, path)
 
 
 def test_a_header_of_a_token_file_that_was_changed_is_made_again(tmp_path: Path) -> None:
     """The bytes of the text decide the unit of the loss, and no token says how many they were."""
     (tmp_path / "a.txt").write_text("some text")
     options = DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path)
-    path = prepare_token_file(options)
+    path = prepare_tokens(options)
     file = path.with_suffix(".json")
     whole = file.read_text()
     for damaged in (whole.replace('"text_bytes": 9', '"text_bytes": 90'), "[]", "{}", '{"sha256": 1}'):
         assert damaged != whole
         file.write_text(damaged)
         with pytest.raises(ValueError, match=r"json (has other content than was written|is no header of a token file)"):
-            open_token_file(path, validation_fraction=0.1)
-        assert prepare_token_file(options) == path and file.read_text() == whole
+            open_tokens(options, path)
+        assert prepare_tokens(options) == path and file.read_text() == whole
 
 
 def test_an_empty_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(ValueError, match="is empty: 1 files, 0 bytes"):
-        prepare_token_file(DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path / "cache"))
+        prepare_tokens(DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path / "cache"))
 
 
 def test_bpe_tokens_decode_to_the_text_and_are_fewer(tmp_path: Path) -> None:
@@ -122,20 +123,20 @@ def test_bpe_tokens_decode_to_the_text_and_are_fewer(tmp_path: Path) -> None:
     content = "def gradient(bucket):\n    return bucket.gradient\n" * 50
     (tmp_path / "a.py").write_text(content)
     options = DataOptions(text=(tmp_path / "a.py",), tokenizer="bpe", bpe_vocab_size=300, cache=tmp_path / "cache")
-    file = open_token_file(prepare_token_file(options), validation_fraction=0.1)
+    file = open_tokens(options, prepare_tokens(options))
     tokens = np.concatenate([file.train, file.validation])
     (trained,) = (tmp_path / "cache").glob("*.tokenizer")
     assert tokenizers.Tokenizer.from_file(str(trained)).decode(tokens.tolist()) == content
     assert file.header.bytes_per_token > 2 and file.header.dtype == "uint16"
     again = DataOptions(text=options.text, tokenizer=str(trained), cache=tmp_path / "cache")
-    assert prepare_token_file(again) == prepare_token_file(options), "the same tokenizer from its file"
+    assert prepare_tokens(again) == prepare_tokens(options), "the same tokenizer from its file"
 
 
 def test_damaged_tokens_and_a_damaged_tokenizer_are_made_again(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     (tmp_path / "a.txt").write_text("a text that is long enough, a text that is long enough " * 20)
     options = DataOptions(text=(tmp_path / "a.txt",), tokenizer="bpe", bpe_vocab_size=300, cache=tmp_path / "cache")
-    path = prepare_token_file(options)
+    path = prepare_tokens(options)
     whole = {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()}
     assert len(whole) == 4
     for name, intact in whole.items():
@@ -145,7 +146,7 @@ def test_damaged_tokens_and_a_damaged_tokenizer_are_made_again(tmp_path: Path) -
             damaged[place] ^= 1
             for data in (bytes(damaged), intact[:place], b""):
                 file.write_bytes(data)
-                assert prepare_token_file(options) == path
+                assert prepare_tokens(options) == path
                 now = {each.name: each.read_bytes() for each in (tmp_path / "cache").iterdir()}
                 assert now.keys() == whole.keys() and now[name] == intact, name
 
@@ -153,7 +154,7 @@ def test_damaged_tokens_and_a_damaged_tokenizer_are_made_again(tmp_path: Path) -
 def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(FileNotFoundError, match="'bpee': not 'bytes', not 'bpe', and no such file"):
-        prepare_token_file(DataOptions(text=(tmp_path / "a.txt",), tokenizer="bpee", cache=tmp_path))
+        prepare_tokens(DataOptions(text=(tmp_path / "a.txt",), tokenizer="bpee", cache=tmp_path))
 
 
 def test_windows_cover_the_text_and_overlap_only_in_the_label() -> None:
@@ -257,11 +258,11 @@ def test_ranks_wait_for_the_text_beyond_the_limit_of_the_group(rank: int, world:
     def prepare_slowly(options: DataOptions) -> Path:
         assert rank == 0, "one rank of a machine reads the text"
         time.sleep(3 * limit_s)
-        return prepare_token_file(options)
+        return prepare_tokens(options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("core_train.job.prepare_token_file", prepare_slowly)
-        assert len(open_tokens(config, rank == 0).train) == 99
+        patch.setattr("core_train.job.prepare_tokens", prepare_slowly)
+        assert len(job_tokens(config, rank == 0).train) == 99
 
 
 @ranks(2)
@@ -269,7 +270,7 @@ def test_machines_with_different_texts_are_refused_on_all_ranks(rank: int, world
     (tmp_path / f"{rank}.txt").write_text(f"{rank}" * 1000)
     config = load_config([*TINY, "--data.text", str(tmp_path / f"{rank}.txt"), "--data.cache", str(tmp_path / "cache")])
     with pytest.raises(ConfigError, match="the text or the tokenizer of rank 1 differs from rank 0"):
-        open_tokens(config, True)  # each rank is the first of its machine
+        job_tokens(config, True)  # each rank is the first of its machine
 
 
 @ranks(2)
@@ -277,7 +278,7 @@ def test_a_text_that_cannot_be_prepared_is_reported_on_all_ranks(rank: int, worl
     (tmp_path / "a.txt").write_text("")
     config = load_config([*TINY, "--data.text", str(tmp_path / "a.txt"), "--data.cache", str(tmp_path / "cache")])
     with pytest.raises(ConfigError, match="rank 0 could not prepare the text: the text .* is empty"):
-        open_tokens(config, rank == 0)
+        job_tokens(config, rank == 0)
 
 
 @ranks(2)
@@ -296,5 +297,5 @@ def test_a_cache_on_a_full_disk_is_named_on_all_ranks_and_nothing_is_left_in_it(
         with pytest.raises(
             ConfigError, match=f"rank 0 could not prepare the text: cannot write {cache}: No space.*free"
         ):
-            open_tokens(config, rank == 0)
+            job_tokens(config, rank == 0)
     assert not list(cache.iterdir())

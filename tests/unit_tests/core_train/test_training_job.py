@@ -22,7 +22,7 @@ from core.distributed.guard.finite import NonFiniteGradientError
 from core_plan.job.config_file import load_config
 from core_plan.job.plan import plan_job
 from core_plan.machine.launch import find_launch
-from core_train.job import build_trainer, open_tokens, run_job, run_steps, start_groups
+from core_train.job import build_trainer, job_tokens, run_job, run_steps, start_groups
 from core_train.main import main
 from core_train.reporter import Reporter
 from core_train.trainer import StepResult
@@ -120,7 +120,7 @@ def test_non_finite_gradients_end_the_run_on_every_rank_and_the_plots_are_drawn(
     config = load_config([*TINY, *text_flags, "--parallel.tp", "1"])
     plan = plan_job(config, world)
     start_groups(config, plan)
-    trainer = build_trainer(config, plan, open_tokens(config, True), CPU)
+    trainer = build_trainer(config, plan, job_tokens(config, True), CPU)
     train_step = trainer.train_step
 
     def spoil_step_3(*, stop_requested: bool) -> StepResult:

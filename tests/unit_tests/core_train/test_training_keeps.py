@@ -25,7 +25,7 @@ from core_train import reporter
 from core_train.commands import generate
 from core_train.commands.generate import continued, load_trained, words_of
 from core_train.job import train
-from core_train.token_file import num_windows, open_token_file, prepare_token_file, window
+from core_train.tokens import num_windows, open_tokens, prepare_tokens, window
 from tests.unit_tests.core_train.training_reference import CPU, ROOT, TINY, records_of, text_flags_in
 from tests.unit_tests.ranks import run_on_ranks
 
@@ -63,7 +63,7 @@ def test_the_model_that_a_run_leaves_has_its_validation_loss_on_one_process(
     assert (trained.step, trained.tokenizer) == (3, "bytes")
 
     data = load_config([*SMALL, *text_flags_in(tmp_path / "tokens")]).data
-    tokens = open_token_file(prepare_token_file(data), validation_fraction=data.validation_fraction)
+    tokens = open_tokens(data, prepare_tokens(data))
     length = trained.options.sequence_length
     indices = np.linspace(0, num_windows(tokens.validation, length) - 1, 6).astype(np.int64)
     windows = torch.from_numpy(np.stack([window(tokens.validation, int(index), length) for index in indices]))

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 pytest.importorskip("tyro")
 
+from core_plan.job.config import DataOptions
 from core_plan.job.config_file import load_config
 from core_plan.job.errors import ConfigError
-from core_train.indexed_tokens import describe_indexed, open_indexed, read_index
-from core_train.job import open_tokens
+from core_train.job import job_tokens
 from core_train.main import main
+from core_train.text import open_dataset
+from core_train.tokens import describe_pair, open_tokens, prepare_tokens, read_index
 from tests.unit_tests.core_train.training_reference import TINY, losses_on_ranks
 from tests.unit_tests.ranks import ranks
 
@@ -100,18 +102,19 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_tokens_of_a_pair_are_the_files_and_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [np.array([3, 1, 4, 1, 5]), np.array([9, 70000]), np.array([6])]
     write_pair(tmp_path / "pair", parts, "int32")
-    path = describe_indexed(tmp_path / "pair", tmp_path / "cache")
-    tokens = open_indexed(tmp_path / "pair.bin", path, validation_fraction=0.25)
+    options = DataOptions(megatron=tmp_path / "pair.bin", cache=tmp_path / "cache", validation_fraction=0.25)
+    path = prepare_tokens(options)
+    tokens = open_tokens(options, path)
     assert np.array_equal(tokens.train, [3, 1, 4, 1, 5, 9]) and np.array_equal(tokens.validation, [70000, 6])
     assert isinstance(tokens.train, np.memmap), "nothing is copied"
     header = tokens.header
     assert (header.files, header.tokens, header.vocab_size, header.loss_unit) == (3, 8, 70001, "nats per token")
     assert header.describe() == "tokens: pair, 3 documents, 8 tokens of int32 (vocabulary 70001)"
     with monkeypatch.context() as patch:
-        patch.setattr("core_train.indexed_tokens._scanned", None)
-        assert describe_indexed(tmp_path / "pair.idx", tmp_path / "cache") == path
+        patch.setattr("core_train.tokens._scanned", None)
+        assert describe_pair(tmp_path / "pair.idx", tmp_path / "cache") == path
     write_pair(tmp_path / "pair", parts[::-1], "int32")
-    assert describe_indexed(tmp_path / "pair", tmp_path / "cache") != path, "other tokens have another digest"
+    assert describe_pair(tmp_path / "pair", tmp_path / "cache") != path, "other tokens have another digest"
 
 
 def test_a_bad_pair_is_refused_by_the_files_name(tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_a_bad_pair_is_refused_by_the_files_name(tmp_path: Path) -> None:
     expect("there is no file .*pair.bin")
     write_pair(tmp_path / "pair", parts, "uint16")
     good, tokens = index.read_bytes(), (tmp_path / "pair.bin").read_bytes()
-    assert read_index(tmp_path / "pair").tokens == 5
+    assert read_index(tmp_path / "pair")[1] == 5
     for content, words in (
         (b"", "is no index of Megatron's"),
         (good[:20], "is no index of Megatron's"),
@@ -144,7 +147,7 @@ def test_a_bad_pair_is_refused_by_the_files_name(tmp_path: Path) -> None:
     expect("pair.bin has 9 bytes, and pair.idx counts 5 tokens of uint16, 10 bytes")
     write_pair(tmp_path / "pair", [np.array([3, -1])], "int32")
     with pytest.raises(ValueError, match="token 1 is -1; tokens count from 0"):
-        describe_indexed(tmp_path / "pair", tmp_path / "cache")
+        describe_pair(tmp_path / "pair", tmp_path / "cache")
     write_pair(tmp_path / "pair", [np.array([], np.int64)], "int32")
     expect("holds no token")
 
@@ -189,7 +192,7 @@ def test_a_file_that_breaks_after_the_check_is_refused_on_all_ranks(rank: int, w
     dist.barrier()
     flags = [*SHORT, "--data.megatron", str(tmp_path / "pair"), "--data.cache", str(tmp_path / "cache")]
     with pytest.raises(ConfigError, match="rank 0 could not prepare the text: --data.megatron .*pair.bin has 7 bytes"):
-        open_tokens(load_config(flags), prepares_data=rank == 0)
+        job_tokens(load_config(flags), prepares_data=rank == 0)
 
 
 def test_options_that_cannot_be_obeyed_are_refused_by_name_before_ranks_start(
@@ -227,9 +230,6 @@ def test_options_that_cannot_be_obeyed_are_refused_by_name_before_ranks_start(
 
 def test_documents_are_rows_of_text_up_to_a_number(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    from core_plan.job.config import DataOptions
-    from core_train.dataset_text import open_dataset
-
     rows = datasets.Dataset.from_dict({"text": ["one", "", "three"], "n": [1, 2, 3]})
     rows.save_to_disk(str(tmp_path / "rows"))
     datasets.DatasetDict({"test": rows}).save_to_disk(str(tmp_path / "splits"))

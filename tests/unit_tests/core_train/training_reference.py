@@ -17,7 +17,7 @@ from core_plan.job.model_config import transformer_config
 from core_plan.job.plan import plan_job
 from core_train.job import train
 from core_train.sampler import GlobalBatchSampler
-from core_train.token_file import num_windows, open_token_file, prepare_token_file, window
+from core_train.tokens import num_windows, open_tokens, prepare_tokens, window
 from tests.unit_tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -73,7 +73,7 @@ def losses_of_a_plain_loop(config: JobConfig, steps: int) -> list[float]:
 
 
 def _train_in_a_plain_loop(config: JobConfig, steps: int) -> list[float]:
-    tokens = open_token_file(prepare_token_file(config.data), validation_fraction=config.data.validation_fraction)
+    tokens = open_tokens(config.data, prepare_tokens(config.data))
     length, options = config.model.sequence_length, config.optimizer
     model = GPTModel(transformer_config(config, tokens.header.vocab_size))
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
