@@ -15,7 +15,7 @@ TRANSFORMERS = "transformers>=5.23,<5.25"
 PACKAGES = ("core", "core_plan", "core_train", "core_compat")
 
 EXTRAS = {
-    "train": ["rich", "tyro", "matplotlib", "tensorboard", "tokenizers"],
+    "train": ["tyro", "matplotlib", "tensorboard", "tokenizers"],
     "safetensors": ["safetensors"],
     "transformers": [TRANSFORMERS, "safetensors"],
     "peft": ["peft", "safetensors"],

@@ -179,12 +179,6 @@ class BestCheckpoint:
             self.step, self.loss = self.job.trainer.step, loss
             self.job.save_into(self.root, self.saver, {"validation_loss": loss})
 
-    def restore(self) -> bool:
-        """Give the model the weights of the best step; False if no step was compared. Collective."""
-        if self.step not in (0, self.job.trainer.step):
-            load_checkpoint(self.root, self.job.trainer.chunks, group=self.job.group)
-        return self.step > 0
-
 
 def kept_of(extra: Mapping[str, Any], path: Path, *names: str) -> list[Any]:
     """Return the job's values in a checkpoint's `extra`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -55,26 +56,22 @@ class JobResult:
     validation_loss: float | None
     seconds: float  # time of the steps
     stopped: bool  # asked to stop before the last step
-    best: tuple[int, float] | None = None  # (step, validation loss) whose weights the model has by keep_best
 
 
 def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
     """Start torch.distributed, train, and tear everything down. Collective: all ranks of the job."""
+    keeps = launch.world_size == launch.local_world_size
 
-    def run(device: torch.device, prepares_data: bool, keeps: bool) -> JobResult:
-        return train(config, plan, device, prepares_data=prepares_data, keeps=keeps)
+    def run(device: torch.device) -> JobResult:
+        return train(config, plan, device, prepares_data=launch.local_rank == 0, keeps=keeps)
 
     return on_started_ranks(run, config.run.device, config.parallel.timeout_minutes, launch)
 
 
 def on_started_ranks(
-    run: Callable[[torch.device, bool, bool], Result], device_name: str, timeout_minutes: int, launch: Launch
+    run: Callable[[torch.device], Result], device_name: str, timeout_minutes: int, launch: Launch
 ) -> Result:
-    """Start torch.distributed, run a job, and tear everything down. Collective: all ranks of the job.
-
-    run: takes this rank's device, whether it prepares the data of its machine, and whether all ranks can write to the
-    run's directory.
-    """
+    """Start torch.distributed, call `run` with this rank's device, and tear everything down. Collective."""
     device = choose_device(device_name, launch)
     # torchrun keeps one store for all its restarts. Without a name of its own a start would find the addresses that the
     # processes before it have left there.
@@ -90,8 +87,7 @@ def on_started_ranks(
         )
     announce_process()
     try:
-        one_machine = launch.world_size == launch.local_world_size
-        return run(device, launch.local_rank == 0, one_machine)
+        return run(device)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -117,33 +113,18 @@ def choose_device(name: str, launch: Launch) -> torch.device:
 def train(
     config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_data: bool, keeps: bool = False
 ) -> JobResult:
-    """The run, on started ranks. Collective.
+    """Run a job on started ranks. Collective.
 
-    prepares_data: true on one rank of every machine: it makes the token file, the others wait for it.
-    keeps: all ranks can write to the run's directory, so a run that names no other place saves its checkpoint there.
+    Args:
+        config: The job's configuration.
+        plan: Its sizes.
+        device: This rank's device.
+        prepares_data: True on one rank of every machine, which makes the token file; the others wait for it.
+        keeps: True if all ranks can write to the run's directory. A checkpoint is saved there if no other place is
+            configured.
     """
     start_groups(config, plan)
-    tokens = job_tokens(config, prepares_data)
-    trainer = build_trainer(config, plan, tokens, device)
-
-    def save_more(path: Path) -> None:
-        save_tokenizer(config.data, path)
-
-    return conduct(trainer, plan.describe(config), save_more, keeps=keeps)
-
-
-def conduct(
-    trainer: Trainer,
-    description: str,
-    save_more: Callable[[Path], None],
-    *,
-    keeps: bool,
-) -> JobResult:
-    """Everything around the steps of a built trainer: its directory, resuming, showing, saving. Collective.
-
-    save_more: writes more files to the run's directory at the start, on rank 0.
-    """
-    config = trainer.config
+    trainer = build_trainer(config, plan, job_tokens(config, prepares_data), device)
     checkpoints = None if config.checkpoint.dir is None else JobCheckpoints(trainer, config.checkpoint.dir)
     resumes = config.checkpoint.resume or config.checkpoint.step is not None
     resumed = checkpoints.resume() if checkpoints is not None and resumes else None
@@ -154,34 +135,27 @@ def conduct(
             checkpoints.run = run.path.name
         reporter = None
         if dist.get_rank() == 0:
-            reporter = Reporter(config, trainer.plan, run.path, trainer.step, trainer.tokens.header.loss_unit)
+            reporter = Reporter(config, plan, run.path, trainer.step, trainer.tokens.header.loss_unit)
             with reporter.disk.forgiven():
                 (run.path / CONFIGURATION).write_text(to_json(config) + "\n")
                 (run.path / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
-                save_more(run.path)
+                save_tokenizer(config.data, run.path)
                 run.link_latest()
             numel = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
-            print(description)
+            print(plan.describe(config))
             print(trainer.tokens.header.describe())
-            print(
-                f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {run.path}/",
-                flush=True,
-            )
+            print(f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {run.path}/")
             if resumed is not None:
-                print(resumed, flush=True)
+                print(resumed)
+            sys.stdout.flush()
         if config.checkpoint.keep_best and (checkpoints is None or trainer.windows[1] == 0):
             lacking = "--checkpoint.dir, where it is kept" if checkpoints is None else "text to validate on"
             raise ConfigError(f"--checkpoint.keep-best needs {lacking}")
         with recorded_steps(trainer, run.path):
             result = run_steps(trainer, reporter, checkpoints)
-        if checkpoints is not None and checkpoints.best is not None and checkpoints.best.restore():
+        if reporter is not None and checkpoints is not None and checkpoints.best is not None and checkpoints.best.step:
             best = checkpoints.best
-            result = replace(result, best=(best.step, best.loss))
-            if dist.get_rank() == 0:
-                print(
-                    f"the lowest validation loss, {best.loss:.4f}, was that of step {best.step}; it is in {best.root}/",
-                    flush=True,
-                )
+            print(f"the lowest validation loss, {best.loss:.4f}, was that of step {best.step}; it is in {best.root}/")
         return result
 
 

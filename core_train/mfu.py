@@ -21,7 +21,7 @@ PEAKS = {"H200": 1979 / 2, "H100": 1979 / 2, "H100 PCIe": 1513 / 2, "A100": 624 
 
 
 def peak_tflops(device_name: str, given: float | None) -> float | None:
-    """Peak TFLOP/s of the device: as given, or from the table; None if neither has it."""
+    """Return the device's peak TFLOP/s: the given number, or the table's. None if neither is known."""
     if given is not None:
         return given
     known = [name for name in PEAKS if name in device_name]

@@ -39,36 +39,20 @@ def draw_loss_curve(path: Path, records: Sequence[StepRecord], validation_loss: 
 
 
 def draw_bucket_timeline(path: Path, trace: StepTrace) -> None:
-    """One step of one rank: the main thread on top, below it each bucket from launched to reduced, and the
+    """Draw one step of one rank: the main thread on top, below it each bucket from launched to reduced, and the
     gathers of its parameters, in launch order.
     """
     collectives = (*trace.gathers, *trace.buckets)
     buckets = [event for event in collectives if event.launched_s is not None and event.done_s is not None]
     buckets.sort(key=lambda event: event.launched_s or 0.0)
-    picture = figure(10, 2.0 + 0.28 * len(buckets))
-    axes = picture.subplots()
-    origin = trace.start_s
-
-    def bar(row: int, start_s: float | None, end_s: float | None, **style: Any) -> None:
-        if start_s is not None and end_s is not None:
-            axes.barh(row, 1e3 * (end_s - start_s), left=1e3 * (start_s - origin), height=0.7, **style)
-
-    labelled: set[str] = set()
+    lines = TimeLines((10, 2.0 + 0.28 * len(buckets)), trace.start_s)
     for span in trace.spans:
-        label = span.name if span.name not in labelled else None
-        labelled.add(span.name)
-        bar(0, span.start_s, span.end_s, color=SPAN_COLORS.get(span.name, "#999999"), label=label)
+        lines.bar(0, 0.7, span.start_s, span.end_s, span.name, SPAN_COLORS.get(span.name, "#999999"))
     for row, event in enumerate(buckets, start=1):
-        first = row == 1
-        bar(row, event.launched_s, event.done_s, color=IN_FLIGHT, label="in flight" if first else None)
-        label = "exposed" if first else None
-        bar(row, event.wait_start_s, event.wait_end_s, color=EXPOSED, alpha=0.8, label=label)
-    axes.set_yticks(range(len(buckets) + 1), ["main thread", *(event.label for event in buckets)])
-    axes.invert_yaxis()
-    axes.set_xlabel("ms since the step began")
-    axes.set_title(f"rank {trace.rank}, step {trace.step}")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
-    _save(picture, path)
+        lines.bar(row, 0.7, event.launched_s, event.done_s, "in flight", IN_FLIGHT)
+        lines.bar(row, 0.7, event.wait_start_s, event.wait_end_s, "exposed", EXPOSED, alpha=0.8)
+    rows = ["main thread", *(event.label for event in buckets)]
+    lines.save(path, rows, f"rank {trace.rank}, step {trace.step}")
 
 
 def draw_schedule(path: Path, traces: Sequence[StepTrace]) -> None:
@@ -78,29 +62,45 @@ def draw_schedule(path: Path, traces: Sequence[StepTrace]) -> None:
     """
     last = max(trace.step for trace in traces)
     step = sorted((trace for trace in traces if trace.step == last), key=lambda trace: trace.rank)
-    origin = min(trace.start_s for trace in step)
-    picture = figure(12, 1.5 + 0.5 * len(step))
-    axes = picture.subplots()
-    labelled: set[str] = set()
-
-    def bar(row: float, height: float, start_s: float, end_s: float, name: str, color: str) -> None:
-        label = None if name in labelled else name
-        labelled.add(name)
-        place = {"left": 1e3 * (start_s - origin), "height": height}
-        axes.barh(row, 1e3 * (end_s - start_s), **place, color=color, edgecolor="white", linewidth=0.3, label=label)
-
+    lines = TimeLines((12, 1.5 + 0.5 * len(step)), min(trace.start_s for trace in step))
+    edge = {"edgecolor": "white", "linewidth": 0.3}
     for row, trace in enumerate(step):
         for span in trace.spans:
-            bar(row - 0.12, 0.55, span.start_s, span.end_s, span.name, SPAN_COLORS.get(span.name, "#999999"))
+            color = SPAN_COLORS.get(span.name, "#999999")
+            lines.bar(row - 0.12, 0.55, span.start_s, span.end_s, span.name, color, **edge)
         for event in trace.buckets:
-            if event.launched_s is not None and event.done_s is not None:
-                bar(row + 0.3, 0.2, event.launched_s, event.done_s, "reduction in flight", IN_FLIGHT)
-    axes.set_yticks(range(len(step)), [f"rank {trace.rank}" for trace in step])
-    axes.invert_yaxis()
-    axes.set_xlabel("ms since the step began")
-    axes.set_title(f"step {last}")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
-    _save(picture, path)
+            lines.bar(row + 0.3, 0.2, event.launched_s, event.done_s, "reduction in flight", IN_FLIGHT, **edge)
+    lines.save(path, [f"rank {trace.rank}" for trace in step], f"step {last}")
+
+
+class TimeLines:
+    """A picture of named bars over milliseconds since `origin_s`."""
+
+    def __init__(self, size: tuple[float, float], origin_s: float) -> None:
+        self.picture = figure(*size)
+        self.axes = self.picture.subplots()
+        self.origin_s = origin_s
+        self.labelled: set[str] = set()
+
+    def bar(
+        self, row: float, height: float, start_s: float | None, end_s: float | None, name: str, color: str, **style: Any
+    ) -> None:
+        """Draw a bar, unless one of its ends is unknown."""
+        if start_s is None or end_s is None:
+            return
+        style["label"] = None if name in self.labelled else name
+        self.labelled.add(name)
+        left = 1e3 * (start_s - self.origin_s)
+        self.axes.barh(row, 1e3 * (end_s - start_s), left=left, height=height, color=color, **style)
+
+    def save(self, path: Path, rows: Sequence[str], title: str) -> None:
+        """Write the picture."""
+        self.axes.set_yticks(range(len(rows)), rows)
+        self.axes.invert_yaxis()
+        self.axes.set_xlabel("ms since the step began")
+        self.axes.set_title(title)
+        self.axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+        _save(self.picture, path)
 
 
 def _save(picture: Any, path: Path) -> None:

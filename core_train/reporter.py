@@ -17,8 +17,7 @@ from core_plan.job.config import JobConfig
 from core_plan.job.plan import JobPlan
 from core_train.mfu import peak_of
 from core_train.plots import draw_bucket_timeline, draw_loss_curve, draw_schedule
-from core_train.progress import make_progress
-from core_train.step_log import StepLog, StepRecord
+from core_train.step_log import StepLog, StepRecord, line
 from core_train.step_trace import StepTrace
 from core_train.trackers import TRACKERS
 from core_train.trainer import StepResult, Trainer
@@ -29,32 +28,15 @@ GENERATE = "continue a text: {python} -m core generate {directory}"
 class Reporter:
     """A context manager around the steps of a run; draws the plots when it ends, however it ends."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        plan: JobPlan,
-        directory: Path,
-        after_step: int,
-        unit: str,
-    ) -> None:
-        """Create the output of a run.
-
-        Args:
-            config: The job's configuration.
-            plan: Sizes of the run.
-            directory: The run's directory.
-            after_step: Step after which the run begins.
-            unit: Unit of the losses.
-        """
-        self.unit = unit
+    def __init__(self, config: JobConfig, plan: JobPlan, directory: Path, after_step: int, unit: str) -> None:
+        self.unit = unit  # of the losses
         self.config = config
         self.plan = plan
         self.directory = directory
-        self.after_step = after_step
+        self.after_step = after_step  # of a resumed run
         trackers = [TRACKERS[name](directory, asdict(config), after_step) for name in config.logging.trackers]
         self.log = StepLog(directory, trackers, after_step)
         self.disk = self.log.disk
-        self.progress = make_progress(config.run.last_step, config.logging.print_every)
         self.validation_loss: float | None = None
         self.kept: Path | None = None  # path of the run's last checkpoint
         self.last_trace: StepTrace | None = None
@@ -98,7 +80,10 @@ class Reporter:
         )
         self.last_trace = result.trace
         self.log.add(record)
-        self.progress.show(record)
+        last_step = self.config.run.last_step
+        is_due = trainer.step in (1, last_step) or trainer.step % self.config.logging.print_every == 0
+        if is_due or validation_loss is not None:
+            print(line(self.log.records, last_step), flush=True)
 
     def show_end(self, validation_loss: float | None, traces: Sequence[StepTrace], *, stopped: bool) -> None:
         """Write the summary of a run that has ended, or was stopped."""
@@ -119,14 +104,11 @@ class Reporter:
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
     def __enter__(self) -> Reporter:
-        self.log.__enter__()
-        self.progress.__enter__()
         self.started_s = self.step_started_s = self.step_ended_s = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.progress.__exit__(kind, *rest)
-        self.log.__exit__(kind, *rest)
+        self.log.close()
         records = self.log.records
         if records:
             print(self._last_words(ended_by=kind))

@@ -1,4 +1,4 @@
-"""Every step's numbers, to a JSONL file and to trackers. Written by rank 0 alone."""
+"""Every step's numbers: a JSONL file, trackers, and a printed line. Rank 0 writes them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TextIO
 
 from core_plan.job.run_directory import RunDisk
 from core_train.trackers import Tracker
+
+RECENT = 20  # steps whose median time predicts the remaining time
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,27 @@ class StepRecord:
     slow_ranks: tuple[int, ...] = ()  # stragglers, as the rank watch names them
 
 
+def line(records: Sequence[StepRecord], steps: int) -> str:
+    """Return 'step 20/300  loss 2.914  |g| 0.52  81,920 tokens/s  exposed 3.1 ms  0:42 left' for the last record."""
+    record = records[-1]
+    recent = sorted(each.step_ms for each in records[-RECENT:])
+    left = duration(recent[len(recent) // 2] * (steps - record.step) / 1e3)
+    norm = "skipped" if record.grad_norm is None else f"{record.grad_norm:.2f}"
+    mfu = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
+    validation = "" if record.validation_loss is None else f"  validation {record.validation_loss:.3f}"
+    return (
+        f"step {record.step}/{steps}  loss {record.loss:.3f}{validation}  |g| {norm}  "
+        f"{record.tokens_per_s:,.0f} tokens/s  {mfu}exposed {record.exposed_ms:.1f} ms  {left} left"
+    )
+
+
+def duration(seconds: float) -> str:
+    """'0:42', '12:05', '3:07:00'."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
 def read_records(path: Path) -> list[StepRecord]:
     """Read the records of a steps.jsonl; none if there is no file. A line cut by a crash ends them."""
     records: list[StepRecord] = []
@@ -47,7 +70,7 @@ def read_records(path: Path) -> list[StepRecord]:
 
 
 class StepLog:
-    """Keeps the records, and writes each as soon as it comes. A context manager: closes its files."""
+    """Keeps the records, and writes each as soon as it comes."""
 
     def __init__(self, directory: Path, trackers: Sequence[Tracker] = (), after_step: int = 0) -> None:
         """after_step: the step that the run resumes from; the file's records up to it stay, later ones do not."""
@@ -77,10 +100,8 @@ class StepLog:
             with self.disk.forgiven():
                 tracker.log(record.step, values)
 
-    def __enter__(self) -> StepLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file and the trackers."""
         for file in (self._file, *self.trackers):
             if file is not None:
                 with self.disk.forgiven():

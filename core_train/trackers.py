@@ -29,12 +29,10 @@ class TensorBoard:
         self.writer = module.SummaryWriter(str(directory / "tensorboard"), purge_step=after_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See Tracker."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """See Tracker."""
         self.writer.close()
 
 
@@ -48,11 +46,9 @@ class WeightsAndBiases:
         (directory / "wandb_run").write_text(self.run.id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See Tracker."""
         self.run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """See Tracker."""
         self.run.finish()
 
 
@@ -71,11 +67,9 @@ class MLflow:
             )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See Tracker."""
         self.mlflow.log_metrics(dict(values), step=step, run_id=self.run.info.run_id)
 
     def close(self) -> None:
-        """See Tracker."""
         self.mlflow.end_run()
 
 

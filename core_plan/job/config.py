@@ -196,7 +196,7 @@ class CheckpointOptions:
     at_end: bool = True
     every: int | None = None  # steps between saves; None saves only when the run ends or is asked to stop
     keep: int | None = None  # checkpoints that stay, the newest; None keeps all
-    # keep the one with the lowest validation loss too, in the folder `best`; the model of fine-tuning is that one
+    # keep the one with the lowest validation loss too, in the folder `best`
     keep_best: bool = False
     asynchronous: bool = False  # write while training continues
     resume: bool = False  # continue from the newest intact checkpoint in dir; if there is none, begin
@@ -209,7 +209,7 @@ class CheckpointOptions:
 class LoggingOptions:
     """Output in addition to steps.jsonl."""
 
-    print_every: int = 10  # steps between printed lines where the output is not a terminal
+    print_every: int = 10  # steps between printed lines
     # programs that get each step's numbers too, in the order given
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     profile: bool = False  # write what torch's profiler sees of steps 3 to 5 on rank 0, with the names of their parts

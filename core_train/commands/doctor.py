@@ -25,7 +25,7 @@ import core
 
 OLDEST_TORCH, FIRST_UNTRIED_TORCH = (2, 11), (2, 14)
 EXTRAS = {
-    "train": ("rich", "tyro", "matplotlib", "tensorboard", "tokenizers"),
+    "train": ("tyro", "matplotlib", "tensorboard", "tokenizers"),
     "safetensors": ("safetensors",),
     "transformers": ("transformers", "safetensors"),
     "peft": ("peft", "safetensors"),

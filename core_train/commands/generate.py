@@ -303,7 +303,7 @@ def print_theirs(tuned: Tuned, options: argparse.Namespace, shows: bool = True) 
 def print_split(options: argparse.Namespace, directory: Path, launch: Launch) -> None:
     """Print as `print_theirs`, with a model that all ranks of the job share. Collective over the job."""
 
-    def run(device: torch.device, prepares_data: bool, keeps: bool) -> None:
+    def run(device: torch.device) -> None:
         transformers_package().utils.logging.disable_progress_bar()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
         tokenizer = transformers_package().AutoTokenizer.from_pretrained(directory, trust_remote_code=False)

@@ -56,7 +56,6 @@ LONGEST_FILE = 500
 LONGER_FOR_A_REASON = {"core/parallel_state.py": 660}  # a list of one-line accessors, whose names users know
 BASE_PACKAGES = {"torch", "numpy", "einops"}
 EXTRA_PACKAGES = {
-    "rich",
     "tyro",
     "matplotlib",
     "tensorboard",

@@ -24,9 +24,10 @@ SCALARS = {field.name for field in fields(StepRecord)} - NO_SCALARS
 
 
 def run_with(name: str, directory: Path, steps: range, after_step: int = 0) -> None:
-    with StepLog(directory, [TRACKERS[name](directory, CONFIG, after_step)], after_step) as log:
-        for step in steps:
-            log.add(record(step))
+    log = StepLog(directory, [TRACKERS[name](directory, CONFIG, after_step)], after_step)
+    for step in steps:
+        log.add(record(step))
+    log.close()
 
 
 def expected(step: int) -> dict[str, float]:
