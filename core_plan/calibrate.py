@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import json
 import os
 import shlex
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer, timer
 
 from core import parallel_state
 from core.groups import agree
@@ -33,18 +32,18 @@ from core.models.gpt import GPTModel
 from core.transformer.transformer_config import TransformerConfig
 from core_plan.device import Device, known_devices, read_device
 from core_plan.job.errors import ConfigError
+from core_plan.job.model_config import DTYPES
 from core_plan.job.run_directory import check_writable
 from core_plan.live_memory import LiveMemory, Work
-from core_plan.machine.launch import Launch, find_launch
+from core_plan.machine.launch import find_launch
 from core_plan.machine.memory import host_memory_bytes
-from core_plan.machine.own_ranks import end_with_parent, start_ranks
+from core_plan.machine.own_ranks import become_rank, start_ranks
 from core_plan.machine.threads import available_cores
 from core_plan.step_time import work_seconds
 
 MOST_SECONDS = 600.0
 ROUNDS = 7  # an odd number: the median is one of them
 COMMUNICATORS = 8  # created at once to measure the memory of each
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Sizes by whether they are for a GPU: edges of products; heads, tokens and width of an attention; bytes of an operator;
 # bytes of a message; rows, tokens and width of a GPT whose operators are counted.
 EDGES = {True: (256, 1024, 2048, 4096, 8192), False: (16, 64, 256)}
@@ -74,16 +73,16 @@ def calibrate(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     launch = find_launch(os.environ)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    ranks = (options.ranks or gpus or max(2, available_cores())) if launch is None else launch.world_size
+    ranks = options.ranks if options.ranks is not None else gpus or max(2, available_cores())
     most = gpus or 64 * available_cores()
-    if launch is None and not 1 <= (ranks if options.ranks is None else options.ranks) <= most:
-        raise ConfigError(f"--ranks {options.ranks} is not between 1 and {most}, which this machine can take")
+    if launch is None and not 1 <= ranks <= most:
+        raise ConfigError(f"--ranks {ranks} is not between 1 and {most}, which this machine can take")
     if launch is not None and launch.world_size != launch.local_world_size:
         raise ConfigError(
             f"{launch.world_size} ranks run on several machines, and calibrate measures one; start it on one of them, "
             "and write links.between into its file"
         )
-    if ranks == 1 and options.links_from is None:
+    if (ranks if launch is None else launch.world_size) == 1 and options.links_from is None:
         raise ConfigError(
             "one rank has no links to measure; use --links-from to copy the links of a known device: "
             f"{', '.join(known_devices())}"
@@ -96,30 +95,22 @@ def calibrate(arguments: Sequence[str]) -> int:
     check_writable(options.out.parent, "--out")
     if launch is None:
         return start_ranks(ranks)
-    command = shlex.join(["python", "-m", "core", "plan", "calibrate", *arguments])
-    _measure_rank(options.out, options.seconds, links, launch, command)
-    return 0
-
-
-def _measure_rank(out: Path, seconds: float, links: Device | None, launch: Launch, command: str) -> None:
-    end_with_parent(os.environ)
-    os.environ.update(launch.environment())
-    for name, value in launch.interfaces(sys.platform).items():
-        os.environ.setdefault(name, value)
+    become_rank(launch)
     torch.set_num_threads(1)
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
+    if gpus:
         torch.cuda.set_device(launch.local_rank)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if gpus else "gloo")
     try:
-        table = measure(out.stem, seconds, links, command=command)
-        if launch.rank == 0:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(table, indent=2) + "\n")
-            place = shlex.quote(str(out))
-            print(f"{table['about']}; written to {out}: python -m core plan --device {place} ...")
+        command = shlex.join(["python", "-m", "core", "plan", "calibrate", *arguments])
+        table = measure(options.out.stem, options.seconds, links, command=command)
     finally:
         dist.destroy_process_group()
+    if launch.rank == 0:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(table, indent=2) + "\n")
+        place = shlex.quote(str(options.out))
+        print(f"{table['about']}; written to {options.out}: python -m core plan --device {place} ...")
+    return 0
 
 
 class Clock:
@@ -130,50 +121,30 @@ class Clock:
         self.share, self.round_s = share, 0.05 * share
 
     def alone(self, run: Callable[[], object]) -> float:
-        """Return the seconds of one call that waits for no other rank, as median of rounds and ranks.
+        """Return the seconds of one call that waits for no other rank, as median over calls and ranks.
 
         On a CPU this is processor time, because ranks may share a core.
         """
-        if self.device.type == "cuda":
-            return self.seconds(run)
-        run()
-        rounds = []
-        for _ in range(ROUNDS):
-            calls, start = 0, time.thread_time()
-            while time.thread_time() < start + self.round_s:
-                run()
-                calls += 1
-            rounds.append((time.thread_time() - start) / calls)
-        return statistics.median(of_all(statistics.median(rounds)))
+        clock = time.thread_time if self.device.type == "cpu" else timer
+        timed = Timer("run()", globals={"run": run}, timer=clock).blocked_autorange(min_run_time=ROUNDS * self.round_s)
+        return statistics.median(of_all(timed.median))
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return the seconds of one call on the slowest rank, as median of rounds. Collective over all ranks."""
         run()
         calls = max(1, min(1000, int(self.round_s / max(self.once(run), 1e-7))))  # the same on all ranks
-        rounds = [self._time(run, calls, first=run) / calls for _ in range(ROUNDS)]
+        rounds = []
+        for _ in range(ROUNDS):
+            dist.barrier()  # ranks that share cores leave it at different times; the timer's first calls do not count
+            rounds.append(Timer("run()", globals={"run": run}).timeit(calls).mean)
         return statistics.median(map(max, zip(*of_all(rounds), strict=True)))
 
     def once(self, run: Callable[[], object]) -> float:
         """Return the seconds of a single call on the slowest rank. Collective over all ranks."""
-        return max(of_all(self._time(run, 1)))
-
-    def _time(self, run: Callable[[], object], calls: int, first: Callable[[], object] = lambda: None) -> float:
-        """Time some calls after a barrier.
-
-        `first` is called once before the timer starts: ranks that share cores leave a barrier at different times.
-        """
         dist.barrier()
-        first()
-        self._finish()
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        self._finish()
-        return time.perf_counter() - start
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        start = timer()
+        run()
+        return max(of_all(timer() - start))
 
 
 def of_all(value: Any) -> list[Any]:
@@ -182,23 +153,20 @@ def of_all(value: Any) -> list[Any]:
 
 
 def measure(name: str, seconds: float, links: Device | None, *, command: str) -> dict[str, Any]:
-    """Return the content of a device file. Collective over all ranks.
+    """Return the content of a device file, measured within `seconds`. Collective over all ranks.
 
-    Args:
-        name: Name of the device.
-        seconds: Time limit of all measurements.
-        links: Device whose links are used instead of measured ones; None measures them.
-        command: The command, for the file's source.
+    The links are measured, unless those of another device are given. `command` is written into the file's source.
     """
     clock = Clock(seconds / 60)
     on_gpu, ranks, cores = clock.device.type == "cuda", dist.get_world_size(), available_cores()
-    matmul = {str(dtype).removeprefix("torch."): matmul_rates(clock, dtype) for dtype in DTYPES}
+    matmul = {name: matmul_rates(clock, dtype) for name, dtype in DTYPES.items()}
     memory = memory_rates(clock)
-    collectives = {} if links else collective_lines(clock)
-    inside = links.inside if links else None
-    latency_s, rate = (inside.latency_s, inside.bytes_per_s) if inside else collectives["all_gather"][-1][1:]
-    own = {"latency_s": latency_s, "bytes_per_s": rate}
-    far = {"latency_s": links.between.latency_s, "bytes_per_s": links.between.bytes_per_s} if links else own
+    measured: dict[str, Any] = {}
+    if links is None:
+        measured = {"collectives": collective_lines(clock), "communicator_bytes": communicator_bytes(clock)}
+        near = far = dict(zip(("latency_s", "bytes_per_s"), measured["collectives"]["all_gather"][-1][1:], strict=True))
+    else:
+        near, far = ({"latency_s": x.latency_s, "bytes_per_s": x.bytes_per_s} for x in (links.inside, links.between))
     parallel_state.initialize_model_parallel()
     try:
         taken, work = gpt_step(clock)
@@ -213,17 +181,14 @@ def measure(name: str, seconds: float, links: Device | None, *, command: str) ->
         "is_host": not on_gpu,
         "matmul_flops": {dtype: points[-1][1] for dtype, points in matmul.items()},
         "peak_flops": {dtype: max(rate for _, rate in points) for dtype, points in matmul.items()},
-        "attention_flops": {str(d).removeprefix("torch."): attention_rate(clock, d) for d in DTYPES[:2]},
+        "attention_flops": {name: attention_rate(clock, DTYPES[name]) for name in ("float32", "bfloat16")},
         "memory_bandwidth": memory[-1][1],
         "operator_overhead_s": 0.0,
-        "links": {
-            "inside": own,
-            "between": far,
-        },
+        "links": {"inside": near, "between": far},
         "ranks_per_machine": ranks if on_gpu else 64 * cores,
         "matmul_sizes": matmul,
         "memory_sizes": memory,
-        **({} if links else {"collectives": collectives, "communicator_bytes": communicator_bytes(clock)}),
+        **measured,
         "cores": 0 if on_gpu else cores,
         "ranks": ranks,
         "source": f"Measured on {today} with torch {torch.__version__} by: {command}. {ranks} ranks worked at once, "
@@ -292,30 +257,24 @@ def gpt_step(clock: Clock) -> tuple[float, Counter[Work]]:
     return clock.alone(run), sum(watched.work.values(), Counter())
 
 
-# Name -> (call with a tensor of all ranks' parts, how often (n - 1) / n of these bytes leave one of n ranks per call).
-COLLECTIVES: dict[str, tuple[Callable[[Tensor, Any], object], int]] = {
-    "all_reduce": (lambda whole, group: dist.all_reduce(whole, group=group), 2),
-    "all_gather": (lambda whole, group: gather_flat(whole, _part(whole, group), group=group), 1),
-    "all_to_all": (lambda whole, group: dist.all_to_all_single(torch.empty_like(whole), whole, group=group), 1),
-}
-
-
-def _part(whole: Tensor, group: Any) -> Tensor:
-    return whole.chunk(dist.get_world_size(group))[0].clone()
-
-
 def collective_lines(clock: Clock) -> dict[str, list[list[float]]]:
     """Return [ranks, latency, bytes per second] by collective, with all groups of that many ranks active at once."""
     world = dist.get_world_size()
-    found: dict[str, list[list[float]]] = {kind: [] for kind in COLLECTIVES}
+    # (1 or 2, call): how often (n - 1) / n of the bytes of all parts leave one of n ranks in a call.
+    collectives: dict[str, tuple[int, Callable[[Tensor, Any], object]]] = {
+        "all_reduce": (2, lambda parts, group: dist.all_reduce(parts, group=group)),
+        "all_gather": (1, lambda parts, group: gather_flat(parts, parts.chunk(group.size())[0].clone(), group=group)),
+        "all_to_all": (1, lambda parts, group: dist.all_to_all_single(torch.empty_like(parts), parts, group=group)),
+    }
+    found: dict[str, list[list[float]]] = {kind: [] for kind in collectives}
     for ranks in sorted({n for n in (2, 4, world) if n <= world and world % n == 0}):
         groups: list[Any] = [dist.new_group(list(range(first, first + ranks))) for first in range(0, world, ranks)]
         group = groups[dist.get_rank() // ranks]
-        for kind, (call, times) in COLLECTIVES.items():
+        for kind, (times, call) in collectives.items():
             samples = []
             for nbytes in SENT[clock.device.type == "cuda"]:
-                whole = torch.ones(max(ranks, nbytes // 4 // ranks * ranks), device=clock.device)
-                samples.append((times * whole.nbytes * (ranks - 1) / ranks, clock.seconds(partial(call, whole, group))))
+                parts = torch.ones(max(ranks, nbytes // 4 // ranks * ranks), device=clock.device)
+                samples.append((times * parts.nbytes * (ranks - 1) / ranks, clock.seconds(partial(call, parts, group))))
             found[kind].append([ranks, *line(samples)])
         dist.destroy_process_group(group)
     return found
@@ -332,21 +291,15 @@ def communicator_bytes(clock: Clock) -> int | None:
     """Return the GPU memory of a communicator that has sent 64 KiB, as median of ranks; None on a CPU. Collective."""
     if clock.device.type == "cpu":
         return None
-    whole = torch.ones(2**14, device=clock.device)
-    dist.all_reduce(whole)
-    before = _used_bytes(clock.device)
+    values = torch.ones(2**14, device=clock.device)
+    dist.all_reduce(values)
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
     made: list[Any] = [dist.new_group() for _ in range(COMMUNICATORS)]
     for group in made:
-        dist.all_reduce(whole, group=group)
-    each = (_used_bytes(clock.device) - before) / COMMUNICATORS
+        dist.all_reduce(values, group=group)
+    torch.cuda.synchronize()
+    each = (free - torch.cuda.mem_get_info()[0]) / COMMUNICATORS
     for group in made:
         dist.destroy_process_group(group)
     return max(0, int(statistics.median(of_all(each))))
-
-
-def _used_bytes(device: torch.device) -> int:
-    assert device.type == "cuda", "only a GPU reports its free memory"
-    gc.collect()
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return total - free

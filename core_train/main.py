@@ -20,7 +20,7 @@ from core_plan.job.run_directory import check_writable
 from core_plan.job.sizes import check_memory, most_bytes
 from core_plan.machine.launch import Launch, find_launch, say_once
 from core_plan.machine.memory import device_memory_bytes, host_memory_bytes
-from core_plan.machine.own_ranks import STARTED_BY_US, end_with_parent, start_ranks
+from core_plan.machine.own_ranks import STARTED_BY_US, become_rank, start_ranks
 from core_plan.machine.threads import available_cores, intra_op_threads
 from core_train.checkpoint_options import after_restart, check_root, check_saved_model
 from core_train.output import outputs_that_may_go
@@ -115,10 +115,7 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
     from core.watch.waiting import PeerLost
     from core_train.second_interrupt import EndAtSecondInterrupt
 
-    end_with_parent(os.environ)
-    os.environ.update(launch.environment())
-    for name, value in launch.interfaces(sys.platform).items():
-        os.environ.setdefault(name, value)
+    become_rank(launch)
     torch.set_num_threads(threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # accelerate sets the number of cores, and warns, without it
     try:

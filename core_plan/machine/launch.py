@@ -41,12 +41,6 @@ class Launch:
             "MASTER_PORT": str(self.master_port),
         }
 
-    def interfaces(self, platform: str) -> dict[str, str]:
-        """The variables that keep the ports of gloo and NCCL on the loopback interface, for a job of one machine."""
-        if self.world_size > self.local_world_size or platform != "linux":
-            return {}
-        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
 
 def say_once(text: str, launch: Launch | None, environment: Mapping[str, str]) -> None:
     """Print the error that ends a job, once for all of its ranks. torchrun prints it last, after its own lines.

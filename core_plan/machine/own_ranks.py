@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from types import FrameType
 
 from core.watch.interrupts import INTERRUPTED, SAME_PRESS_S
@@ -81,11 +80,15 @@ def _wait_for_all(processes: list[subprocess.Popen[bytes]], interrupts: list[flo
     return status or next((process.returncode for process in processes if process.returncode), 0)
 
 
-def end_with_parent(environment: Mapping[str, str]) -> None:
-    """In a rank that `start_ranks` started: end when the starting process is gone, however it went."""
-    if STARTED_BY_US not in environment:
+def become_rank(launch: Launch) -> None:
+    """Set the variables that torch reads in this process. If `start_ranks` started it, end it with that process."""
+    os.environ.update(launch.environment())
+    if launch.world_size == launch.local_world_size and sys.platform == "linux":
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")  # no other machine can reach the ports of a job of one
+    if STARTED_BY_US not in os.environ:
         return
-    parent = int(environment[STARTED_BY_US])
+    parent = int(os.environ[STARTED_BY_US])
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -30,7 +30,7 @@ from core_plan.job.model_config import transformer_config
 from core_plan.job.run_directory import CHECKPOINTS, CONFIGURATION
 from core_plan.job.sizes import check_vocabulary
 from core_plan.machine.launch import Launch, find_launch, say_once
-from core_plan.machine.own_ranks import end_with_parent, start_ranks
+from core_plan.machine.own_ranks import become_rank, start_ranks
 from core_train.commands.model_directory import Tuned, load_directory, model_directory, prompt_ids
 from core_train.job import on_started_ranks
 from core_train.tokenizer import FileTokenizer, read_tokenizer
@@ -338,6 +338,6 @@ def _run(options: argparse.Namespace) -> int:
     launch = find_launch(os.environ)
     if launch is None:
         return start_ranks(options.tp)
-    end_with_parent(os.environ)
+    become_rank(launch)
     print_split(options, directory, launch)
     return 0

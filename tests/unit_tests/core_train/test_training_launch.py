@@ -139,12 +139,12 @@ def test_more_ranks_than_cores_get_one_thread_each() -> None:
 RANK_SCRIPT = r"""
 import os, signal, sys, time
 from core_plan.machine.launch import find_launch
-from core_plan.machine.own_ranks import end_with_parent, start_ranks
+from core_plan.machine.own_ranks import become_rank, start_ranks
 launch = find_launch(os.environ)
 if launch is None:
     sys.orig_argv = [sys.executable, *sys.argv]
     sys.exit(start_ranks(2))
-end_with_parent(os.environ)
+become_rank(launch)
 what = sys.argv[1]
 if what == "sum":  # importing torch takes longer than all the rest, so only where ranks must meet
     import torch, torch.distributed as dist
