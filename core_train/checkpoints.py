@@ -39,8 +39,9 @@ class JobCheckpoints:
         self.group = dist.new_group(backend="gloo") if trainer.device.type == "cuda" else None
         self.saved_step = -1
         self.run: str | None = None  # the name of the run's directory, from the checkpoint of a resumed run
-        self.saver: CheckpointSaver | None = None
-        self.best = BestCheckpoint(self, root / BEST) if self.config.checkpoint.keep_best else None
+        self.savers: list[CheckpointSaver] = []  # of `root`, and with keep_best of its folder BEST
+        self.best_step, self.best_loss = 0, math.inf  # with keep_best
+        self.open_savers = contextlib.ExitStack()
 
     def resume(self) -> str:
         """Restore model, optimizer, scheduler, loss scale, random streams and the position in the data.
@@ -85,8 +86,8 @@ class JobCheckpoints:
         return " ".join([*report.skipped, going_on])
 
     def step_edge(self) -> None:
-        """After a step: see how saves in flight have fared, and save if it is time."""
-        for saver in self._savers():
+        """Look how saves in flight have fared after a step, and save if it is time."""
+        for saver in self.savers:
             saver.step_edge()
         every = self.config.checkpoint.every
         if every is not None and self.trainer.step % every == 0:
@@ -95,21 +96,19 @@ class JobCheckpoints:
     def save(self) -> None:
         """Save the step that has just been done, unless it is saved already."""
         if self.saved_step != self.trainer.step:
-            self.save_into(self.root, self.saver, {})
+            self._save_by(self.savers[0])
             self.saved_step = self.trainer.step
 
-    def save_into(self, root: Path, saver: CheckpointSaver | None, extra: Mapping[str, Any]) -> None:
-        """Save this step.
+    def saw_validation(self, loss: float | None) -> None:
+        """With keep_best, save this step in BEST if its validation loss is the lowest so far."""
+        if loss is not None and self.config.checkpoint.keep_best and loss < self.best_loss:
+            self.best_step, self.best_loss = self.trainer.step, loss
+            self._save_by(self.savers[1], validation_loss=loss)
 
-        Args:
-            root: Directory of checkpoints.
-            saver: The saver that writes to it.
-            extra: Further values for the manifest.
-        """
+    def _save_by(self, saver: CheckpointSaver, **extra: Any) -> None:
         trainer = self.trainer
-        assert saver is not None, "saves come inside the with block"
         save_checkpoint(
-            root,
+            saver.root.path,
             trainer.step,
             trainer.chunks,
             trainer.optimizer,
@@ -120,64 +119,26 @@ class JobCheckpoints:
             saver=saver,
         )
 
-    def saw_validation(self, loss: float | None) -> None:
-        """Keep this step if its validation loss is the lowest so far, and that is asked for."""
-        if self.best is not None and loss is not None:
-            self.best.offer(loss)
-
-    def _savers(self) -> list[CheckpointSaver]:
-        both = self.saver, None if self.best is None else self.best.saver
-        return [saver for saver in both if saver is not None]
-
     def _text(self) -> dict[str, Any]:
         return asdict(self.trainer.tokens.header)
 
     def __enter__(self) -> JobCheckpoints:
-        self.saver = self.open_saver(self.root, self.config.checkpoint.keep)
-        if self.best is not None:
-            try:
-                self.best.open()
-            except BaseException as error:
-                self.saver.__exit__(type(error), error, None)
-                raise
+        options, group, best = self.config.checkpoint, self.group, self.root / BEST
+        if options.keep_best and self.trainer.step > 0:  # a resumed run compares with the best before
+            with contextlib.suppress(CheckpointNotFound):
+                found = find_intact(best, group=group)
+                (loss,) = kept_of(found.meta.get("extra", {}), found.path, "validation_loss")
+                self.best_step, self.best_loss = found.step, float(loss)
+        with contextlib.ExitStack() as opened:
+            # A better checkpoint is complete on disk before the one before it is deleted.
+            for root, keep in [(self.root, options.keep), (best, 1)][: 1 + options.keep_best]:
+                saver = CheckpointSaver(root, group, keep_last=keep, asynchronous=options.asynchronous)
+                self.savers.append(opened.enter_context(saver))
+            self.open_savers = opened.pop_all()
         return self
 
-    def open_saver(self, root: Path, keep: int | None) -> CheckpointSaver:
-        """A saver of this job. Collective."""
-        asynchronous = self.config.checkpoint.asynchronous
-        return CheckpointSaver(root, self.group, keep_last=keep, asynchronous=asynchronous).__enter__()
-
     def __exit__(self, *raised: Any) -> None:
-        for saver in self._savers():
-            saver.__exit__(*raised)
-
-
-class BestCheckpoint:
-    """Checkpoint with the lowest validation loss, in a separate directory. Collective: all ranks call its methods.
-
-    A better one is complete on disk before the previous one is deleted.
-    """
-
-    def __init__(self, job: JobCheckpoints, root: Path) -> None:
-        self.job = job
-        self.root = root
-        self.saver: CheckpointSaver | None = None
-        self.step, self.loss = 0, math.inf
-
-    def open(self) -> None:
-        """Prepare to save; a resumed run compares with the best of before. Collective."""
-        if self.job.trainer.step > 0:
-            with contextlib.suppress(CheckpointNotFound):
-                found = find_intact(self.root, group=self.job.group)
-                (loss,) = kept_of(found.meta.get("extra", {}), found.path, "validation_loss")
-                self.step, self.loss = found.step, float(loss)
-        self.saver = self.job.open_saver(self.root, 1)
-
-    def offer(self, loss: float) -> None:
-        """Save the step that has just been done, if its validation loss is lower than all before. Collective."""
-        if loss < self.loss:
-            self.step, self.loss = self.job.trainer.step, loss
-            self.job.save_into(self.root, self.saver, {"validation_loss": loss})
+        self.open_savers.__exit__(*raised)
 
 
 def kept_of(extra: Mapping[str, Any], path: Path, *names: str) -> list[Any]:

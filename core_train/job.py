@@ -35,7 +35,7 @@ from core_plan.job.run_directory import CHECKPOINTS, CONFIGURATION, RunDirectory
 from core_plan.job.schedule import make_scheduler
 from core_plan.job.sizes import check_vocabulary
 from core_plan.machine.launch import Launch
-from core_train.checkpoint_options import check_root
+from core_train.checkpoint_options import BEST, check_root
 from core_train.checkpoints import JobCheckpoints
 from core_train.output import output_is_gone
 from core_train.profile import profiler_of
@@ -153,9 +153,11 @@ def train(
             raise ConfigError(f"--checkpoint.keep-best needs {lacking}")
         with recorded_steps(trainer, run.path):
             result = run_steps(trainer, reporter, checkpoints)
-        if reporter is not None and checkpoints is not None and checkpoints.best is not None and checkpoints.best.step:
-            best = checkpoints.best
-            print(f"the lowest validation loss, {best.loss:.4f}, was that of step {best.step}; it is in {best.root}/")
+        if reporter is not None and checkpoints is not None and checkpoints.best_step:
+            step, loss = checkpoints.best_step, checkpoints.best_loss
+            print(
+                f"the lowest validation loss, {loss:.4f}, was that of step {step}; it is in {checkpoints.root / BEST}/"
+            )
         return result
 
 

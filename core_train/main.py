@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from core.extras import MissingExtra, require_installed
 from core.watch.interrupts import INTERRUPTED
-from core_plan.job.config import DataOptions, JobConfig, RunConfig
+from core_plan.job.config import DataOptions, JobConfig, RunConfig, RunOptions
 from core_plan.job.config_file import load_config
 from core_plan.job.errors import ConfigError
 from core_plan.job.plan import JobPlan, plan_job
@@ -186,11 +186,9 @@ def check_fit(config: JobConfig, ranks: int, ranks_here: int) -> None:
     if not config.run.check_memory:
         return
     plan = plan_job(config, ranks)
-    device_bytes = None if config.run.device == "cpu" else device_memory_bytes(ranks_here)
-    sharing = ranks_here if device_bytes is None else 1
+    memory_bytes, sharing, _ = memory_here(config.run, ranks_here)
     in_flight = plan.num_microbatches if config.parallel.pp > 1 else 1
-    most = sharing * most_bytes(config, plan.micro_batch_size, in_flight)
-    if most <= (host_memory_bytes() if device_bytes is None else device_bytes):
+    if sharing * most_bytes(config, plan.micro_batch_size, in_flight) <= memory_bytes:
         return
     from core_plan.dry_run import refuse_what_cannot_fit
 
@@ -213,12 +211,15 @@ def _check_pretraining(config: JobConfig, ranks_here: int) -> None:
 
 
 def check_room(config: JobConfig, ranks_here: int) -> None:
-    """Find out before anything is allocated whether the model fits into this machine, or into its GPUs."""
-    device_bytes = None if config.run.device == "cpu" else device_memory_bytes(ranks_here)
-    if device_bytes is None:
-        check_memory(config, ranks_here, host_memory_bytes())
-    else:
-        check_memory(config, 1, device_bytes, "a GPU")
+    """Reject a model whose parameters and gradients do not fit into this machine, or into its GPUs."""
+    memory_bytes, sharing, name = memory_here(config.run, ranks_here)
+    check_memory(config, sharing, memory_bytes, name)
+
+
+def memory_here(options: RunOptions, ranks_here: int) -> tuple[int, int, str]:
+    """Return the bytes of a memory that ranks of this machine use, how many ranks share it, and its name."""
+    of_gpu = None if options.device == "cpu" else device_memory_bytes(ranks_here)
+    return (host_memory_bytes(), ranks_here, "this machine") if of_gpu is None else (of_gpu, 1, "a GPU")
 
 
 def check_extras(config: JobConfig) -> None:

@@ -78,7 +78,13 @@ def test_the_model_that_a_run_leaves_has_its_validation_loss_on_one_process(
 
 def test_validation_losses_on_the_way_change_no_step_and_are_those_of_a_run_that_ends_there(tmp_path: Path) -> None:
     steps = ["--run.steps", "5", "--run.validate-every"]
-    with_them = records_of(run(2, [*steps, "2"], tmp_path / "with"))
+    saved = tmp_path / "saved"
+    best = ["--checkpoint.dir", str(saved), "--checkpoint.keep-best"]
+    with_them = records_of(run(2, [*steps, "2", *best], tmp_path / "with"))
+    assert list_steps(saved) == list_steps(saved / "best") == [5], "the last step has the lowest loss"
+    worse = ["--checkpoint.resume", "--checkpoint.schedule", "given", "--optimizer.lr", "5"]
+    run(2, ["--run.steps", "6", *best, *worse], tmp_path / "worse")
+    assert list_steps(saved)[-1] == 6 and list_steps(saved / "best") == [5]
     without = records_of(run(2, [*steps, "0"], tmp_path / "without"))
     assert [record["loss"] for record in with_them] == [record["loss"] for record in without]
     assert [record["step"] for record in with_them if record["validation_loss"] is not None] == [2, 4]
