@@ -82,15 +82,9 @@ def as_json(config: RunConfig) -> dict[str, Any]:
 
 
 def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare a saved configuration with the current one.
+    """Describe how a saved configuration differs from the current one. Raise ConfigError if the models differ.
 
     Options that only one side has are ignored: they came or went with a version.
-
-    Returns:
-        A description of the differences.
-
-    Raises:
-        ConfigError: If the run would resume another model.
     """
     differences = {
         f"{section}.{name}": (value, now[section][name])

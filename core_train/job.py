@@ -115,13 +115,8 @@ def train(
 ) -> JobResult:
     """Run a job on started ranks. Collective.
 
-    Args:
-        config: The job's configuration.
-        plan: Its sizes.
-        device: This rank's device.
-        prepares_data: True on one rank of every machine, which makes the token file; the others wait for it.
-        keeps: True if all ranks can write to the run's directory. A checkpoint is saved there if no other place is
-            configured.
+    One rank of every machine prepares the data, and the others wait for it. If all ranks can write to the run's
+    directory (`keeps`), a checkpoint is saved there unless another place is configured.
     """
     start_groups(config, plan)
     trainer = build_trainer(config, plan, job_tokens(config, prepares_data), device)
@@ -176,9 +171,7 @@ def recorded_steps(trainer: Trainer, directory: Path) -> AbstractContextManager[
 def claim_directory(config: RunConfig, saved: str | None) -> RunDirectory:
     """Create and lock the run's directory on rank 0. Collective: if that fails, all ranks raise the error.
 
-    Args:
-        config: The job's configuration.
-        saved: Name of the resumed run's directory; None for a new run.
+    A resumed run has `saved`, the directory name in its checkpoint.
     """
     parent, name = config.run.directory, config.run.name
     run: RunDirectory | None = None

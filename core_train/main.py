@@ -39,29 +39,17 @@ DRY_RUN, DEVICE = "--dry-run", "--device"  # plan the job, and start nothing; fo
 
 @dataclass(frozen=True)
 class Command(Generic[Config, Plan]):
-    """A job as a command: its arguments, the checks before ranks start, and the function of a rank.
+    """A job as a command. All functions but `run` raise ConfigError or MissingExtra."""
 
-    All functions but `run` raise ConfigError or MissingExtra.
-
-    Attributes:
-        load: Parses arguments into a configuration.
-        plan: Returns the sizes on a number of ranks.
-        check: Checks that a machine can run a number of ranks.
-        check_places: Checks that inputs exist and outputs can be written.
-        run: Runs one rank.
-        dry_run: Prints the plan for (ranks, ranks here, device or None for this machine, result of check_places or
-            None)
-            and returns the exit status.
-        check_fit: Rejects a job that does not fit into memory.
-    """
-
-    load: Callable[[list[str]], Config]
-    plan: Callable[[Config, int], Plan]
-    check: Callable[[Config, int], None]
-    check_places: Callable[[Config, int], Any]
-    run: Callable[[Config, Plan, Launch], object]
+    load: Callable[[list[str]], Config]  # parses arguments
+    plan: Callable[[Config, int], Plan]  # returns the sizes on a number of ranks
+    check: Callable[[Config, int], None]  # checks that this machine can run a number of ranks
+    check_places: Callable[[Config, int], Any]  # checks that inputs exist and outputs can be written
+    run: Callable[[Config, Plan, Launch], object]  # runs one rank
+    # Prints the plan and returns the exit status. Arguments: ranks, ranks here, device or None for this machine, True
+    # on the rank that prints, result of check_places or None.
     dry_run: Callable[[Config, int, int, str | None, bool, Any], int]
-    check_fit: Callable[[Config, int, int], None]
+    check_fit: Callable[[Config, int, int], None]  # rejects a job that does not fit into memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,10 +121,9 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
 
 
 def _check_start(command: Command[Any, Any], config: Any, ranks: int, ranks_here: int, *, is_planned: bool) -> Any:
-    """Make every check of a start, for a start and for a dry run; the plan of a dry run says if the job fits.
+    """Make every check of a start, for a start and for a dry run, and return the result of `check_places`.
 
-    Returns:
-        What the command has read to check its places; None if only some of the job's ranks are here.
+    Places are not checked if only some of the job's ranks are here, because each rank would print the same error.
     """
     if is_planned:  # some packages start torch.distributed if they find these
         for name in ("RANK", "WORLD_SIZE"):
@@ -144,7 +131,7 @@ def _check_start(command: Command[Any, Any], config: Any, ranks: int, ranks_here
     command.check(config, ranks_here)
     if not is_planned and STARTED_BY_US not in os.environ:  # who started this rank has checked
         command.check_fit(config, ranks, ranks_here)
-    return command.check_places(config, ranks) if ranks == ranks_here else None  # all ranks would find the same
+    return command.check_places(config, ranks) if ranks == ranks_here else None
 
 
 def _take_dry_run(arguments: Sequence[str]) -> tuple[bool, str | None, list[str]]:
@@ -256,13 +243,10 @@ def check_places(config: JobConfig, ranks: int) -> None:
 
 
 def check_source(data: DataOptions) -> int | None:
-    """Find out whether the text or the tokens are there.
-
-    Returns:
-        The number of tokens; None if it is known only after the text is tokenized.
+    """Return the number of tokens, or None if it is known only after the text is tokenized.
 
     Raises:
-        OSError, ValueError: If something is missing or cannot be read, by the option's name.
+        OSError, ValueError: If something is missing or cannot be read; the message names the option.
     """
     given = [name for name in ("text", "megatron", "dataset") if getattr(data, name)]
     if data.dataset in FILE_KINDS:

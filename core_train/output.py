@@ -14,14 +14,13 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 class Output:
-    """A text stream whose writes do not raise. `is_gone` is True once no process can read it any more."""
+    """A text stream whose writes do not raise. `is_gone` is True once no process can read it any more.
+
+    Characters that the terminal's encoding lacks are written as escapes. The stream is None if the process was started
+    with this descriptor closed.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
-        """Wrap a stream. Characters that the terminal's encoding lacks are written as escapes.
-
-        Args:
-            stream: The stream; None if the process was started with this descriptor closed.
-        """
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
         self.stream = stream
@@ -30,20 +29,12 @@ class Output:
 
     def write(self, text: str) -> int:
         """Write the text; drop it if writing fails."""
-        if self.stream is not None and not self.is_gone:
-            try:
-                self.stream.write(text)
-            except OSError as error:
-                self._failed(error)
+        self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
         """Flush; drop the buffered text if flushing fails."""
-        if self.stream is not None and not self.is_gone:
-            try:
-                self.stream.flush()
-            except OSError as error:
-                self._failed(error)
+        self._try("flush")
 
     def isatty(self) -> bool:
         """True if a terminal shows it."""
@@ -55,27 +46,30 @@ class Output:
     def end(self) -> None:
         """Flush a last time. The interpreter would report remaining text as a separate error."""
         self.flush()
-        with contextlib.suppress(OSError, ValueError):
+        try:
             if self.stream is not None:
                 self.stream.flush()
-            return
-        self._drop()
-
-    def _failed(self, error: OSError) -> None:
-        if error.errno not in FULL:
-            self.is_gone = True
+        except (OSError, ValueError):
             self._drop()
-        elif not self.has_warned:
-            self.has_warned = True
-            print(f"warning: the output cannot be written ({error}); training continues without it", file=sys.stderr)
+
+    def _try(self, name: str, *arguments: str) -> None:
+        if self.stream is None or self.is_gone:
+            return
+        try:
+            getattr(self.stream, name)(*arguments)
+        except OSError as error:
+            if error.errno not in FULL:
+                self.is_gone = True
+                self._drop()
+            elif not self.has_warned:
+                self.has_warned = True
+                print(f"warning: the output cannot be written ({error}); training continues", file=sys.stderr)
 
     def _drop(self) -> None:
-        """Let the descriptor lead nowhere, so that buffered text can be flushed."""
+        """Redirect the descriptor to the null device, so that buffered text can be flushed."""
         assert self.stream is not None, "only a stream fails"
-        with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
 @contextlib.contextmanager

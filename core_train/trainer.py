@@ -142,17 +142,9 @@ class Trainer:
         return loss
 
     def _mean_over_ranks(self, total: torch.Tensor, rank_tokens: int, stop: bool) -> tuple[float, bool]:
-        """Average the loss over all ranks in one all-reduce of the world.
+        """Return the mean loss over all ranks' tokens, and whether any rank wants to stop, in one all-reduce.
 
         Tensor-parallel ranks contribute equal sums and counts, which leaves the ratio unchanged.
-
-        Args:
-            total: Sum of the tokens' losses, 0-dim.
-            rank_tokens: Number of tokens on this rank.
-            stop: True if this rank wants to stop.
-
-        Returns:
-            The mean loss over all ranks' tokens, and whether any rank wants to stop.
         """
         sums = torch.stack([total, total.new_tensor(float(rank_tokens)), total.new_tensor(float(stop))])
         with waiting("the mean loss", dist.group.WORLD):

@@ -51,12 +51,9 @@ def _snapshot(path: str, kind: Kind) -> Path | None:
 
 
 def how_to_download(path: str, kind: Kind, file: str = "") -> str:
-    """Return a sentence for an error: the command that downloads `path`. Empty if it is not a name on the Hub.
+    """Return a sentence for an error: the command that downloads `path`, or a file of it.
 
-    Args:
-        path: The name.
-        kind: 'model' or 'dataset'.
-        file: The only file needed, if any.
+    Empty if it is not a name on the Hub.
     """
     if not is_hub_name(path):
         return ""

@@ -73,11 +73,7 @@ def ddp_config(config: JobConfig) -> DistributedDataParallelConfig:
 
 
 def zero_config(zero: int) -> DistributedDataParallelConfig:
-    """Return the wrapper's configuration of a Hugging Face model.
-
-    Args:
-        zero: Stage of ZeRO, 0 to 3.
-    """
+    """Return the wrapper's configuration of a Hugging Face model, by the stage of ZeRO from 0 to 3."""
     return DistributedDataParallelConfig(
         data_parallel_sharding_strategy=STRATEGIES[zero],
         use_distributed_optimizer=zero > 0,

@@ -13,14 +13,9 @@ from core_plan.job.errors import ConfigError
 
 
 def check_divides(what: str, size: int, by: str, divisor: int, *, instead: str = "") -> None:
-    """Raise ConfigError unless `size` is a multiple of `divisor`; the error names both.
+    """Raise ConfigError unless the size called `what` is a multiple of the divisor called `by`.
 
-    Args:
-        what: Name of the size.
-        size: The number that is divided.
-        by: Name of the divisor.
-        divisor: The number that divides.
-        instead: What to change in place of the divisor, if that follows from other sizes.
+    The error suggests other divisors, or `instead` if the divisor follows from other sizes.
     """
     if size % divisor == 0:
         return
@@ -126,13 +121,8 @@ def check_vocabulary(tokens: int, model: ModelOptions, tp: int) -> int:
 
     A vocabulary that is not divisible by tp is padded with rows that no token uses; each rank must hold a used one.
 
-    Args:
-        tokens: Number of the tokenizer's tokens.
-        model: Options of the model.
-        tp: Tensor-parallel size.
-
     Raises:
-        ConfigError: If it is too small, or cannot be split.
+        ConfigError: If it is smaller than the number of `tokens`, or cannot be split.
     """
     vocab_size = tokens if model.vocab_size is None else model.vocab_size
     if vocab_size < tokens:
@@ -195,12 +185,7 @@ def most_bytes(config: JobConfig, micro_batch_size: int, microbatches: int) -> i
 
 
 def count_parameters(model: ModelOptions, experts_used: int | None = None) -> int:
-    """Count the parameters of the unsplit model, without biases and norms.
-
-    Args:
-        model: Options of the model.
-        experts_used: Number of experts per layer to count; None for all.
-    """
+    """Count the parameters of the unsplit model without biases and norms, with all or so many experts of a layer."""
     hidden = model.hidden_size
     attention = 2 * hidden * hidden + 2 * hidden * (hidden // model.num_attention_heads) * model.query_groups
     matrices = 3 if model.activation == "swiglu" else 2

@@ -101,15 +101,10 @@ def checkpoints_of(place: Path) -> Path:
 
 
 def load_trained(place: Path, step: int | None = None) -> Trained:
-    """Load the model of a run's directory, or of a directory of checkpoints, on the CPU in eval mode.
+    """Load the model of a run or of a directory of checkpoints on the CPU, in eval mode.
 
-    Args:
-        place: The directory.
-        step: Step of the checkpoint; None for the newest intact one.
-
-    Raises:
-        ConfigError: If the directory does not contain such a model.
-        CheckpointError: If no intact checkpoint is found.
+    Without `step` the newest intact checkpoint is loaded. Raises ConfigError if there is no such model, and
+    CheckpointError if no checkpoint is intact.
     """
     root = checkpoints_of(place)
     found = find_intact(root, step)
@@ -131,12 +126,7 @@ def load_trained(place: Path, step: int | None = None) -> Trained:
 
 
 def load_tuned(place: Path, step: int | None = None) -> Tuned | None:
-    """Load the model that fine-tuning has left, or one of transformers; None for the main job's.
-
-    Args:
-        place: A directory of transformers or of an adapter, or one with checkpoints of them.
-        step: The checkpoint of that step; None for the model that was written at the end, or the newest checkpoint.
-    """
+    """Load a model of transformers or an adapter, or one of their checkpoints. None for models of the main job."""
     directory = model_directory(place, step)
     if directory is None:
         return None
@@ -248,13 +238,7 @@ def print_ours(options: argparse.Namespace) -> None:
 
 
 def print_theirs(tuned: Tuned, options: argparse.Namespace, shows: bool = True) -> None:
-    """Print a transformers model's continuation of the prompt, token by token. Collective if the model is split.
-
-    Args:
-        tuned: The model's directory.
-        options: Options of the command.
-        shows: True on the rank that prints.
-    """
+    """Print a transformers model's continuation of the prompt, token by token. Collective if the model is split."""
     model, tokenizer = tuned
     if options.tokenizer is not None:
         raise ConfigError(

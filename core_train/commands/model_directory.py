@@ -74,10 +74,6 @@ def model_directory(place: Path, step: int | None = None) -> Path | None:
 def load_directory(directory: Path, dtype: torch.dtype | str = "auto") -> Tuned:
     """Load the model of a directory, with its adapter if it has one.
 
-    Args:
-        directory: Of a model or an adapter.
-        dtype: Of the weights, or of the base model's; "auto" for the one in its files.
-
     Raises:
         ConfigError: If the base model of an adapter is not in the place that the adapter's configuration names.
     """
@@ -135,13 +131,7 @@ def check_weights(where: str, directory: Path, model: Any, drawn: Collection[str
     """Check the weights of a directory against its configuration's model.
 
     Transformers renames and fuses some tensors. So a tensor is compared only if it has a parameter's name, and is known
-    to be missing only if every name in the files is a parameter's.
-
-    Args:
-        where: Name of the directory, for the error text.
-        directory: The directory.
-        model: Model of the configuration.
-        drawn: Names of parameters that may be missing.
+    to be missing only if every name in the files is a parameter's. Parameters in `drawn` may be missing.
 
     Raises:
         ConfigError: If files are missing, broken, or of another model.
@@ -189,17 +179,7 @@ def refuse_missing(where: str, names: list[str]) -> None:
 def model_of_files(
     kind: Any, directory: Path, drawn: Callable[[Any], set[str]] = lambda model: set(), **options: Any
 ) -> Any:
-    """Return the model that `kind.from_pretrained` loads from a directory.
-
-    Args:
-        kind: Class of transformers.
-        directory: The directory.
-        drawn: Parameters that the directory may lack.
-        options: Arguments of from_pretrained.
-
-    Raises:
-        ConfigError: If it would initialize another weight at random.
-    """
+    """Return the model that `kind.from_pretrained` loads. Raise ConfigError if it draws weights not in `drawn`."""
     log = transformers_package().utils.logging
     said = log.get_verbosity()
     log.set_verbosity_error()  # transformers lists what is missing
