@@ -5,6 +5,7 @@ tyro reads the flags. It takes one default object, so files are merged here, and
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -139,21 +140,14 @@ def ddp_defaults(given: Mapping[str, Any]) -> DistributedDataParallelConfig:
 
 
 def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """(files given with --config, all other arguments)."""
-    files: list[Path] = []
-    flags: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        if argument == "--config":
-            file = next(arguments, None)
-            if file is None:
-                raise ConfigError("--config needs the path of a TOML file after it")
-            files.append(Path(file))
-        elif argument.startswith("--config="):
-            files.append(Path(argument.removeprefix("--config=")))
-        else:
-            flags.append(argument)
-    return files, flags
+    """Return the files given with --config, and all other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="append", type=Path, default=[])
+    try:
+        found, flags = parser.parse_known_args(argv)
+    except argparse.ArgumentError:
+        raise ConfigError("--config needs the path of a TOML file after it") from None
+    return found.config, flags
 
 
 def spell_out(flags: Sequence[str], names: Mapping[str, str] = OTHER_NAMES) -> list[str]:
