@@ -83,6 +83,7 @@ def test_validation_losses_on_the_way_change_no_step_and_are_those_of_a_run_that
     with_them = records_of(run(2, [*steps, "2", *best], tmp_path / "with"))
     assert list_steps(saved) == list_steps(saved / "best") == [5], "the last step has the lowest loss"
     worse = ["--checkpoint.resume", "--checkpoint.schedule", "given", "--optimizer.lr", "5"]
+    worse += ["--optimizer.decay", "constant"]
     run(2, ["--run.steps", "6", *best, *worse], tmp_path / "worse")
     assert list_steps(saved)[-1] == 6 and list_steps(saved / "best") == [5]
     without = records_of(run(2, [*steps, "0"], tmp_path / "without"))
