@@ -39,8 +39,8 @@ class JobCheckpoints:
         self.group = dist.new_group(backend="gloo") if trainer.device.type == "cuda" else None
         self.saved_step = -1
         self.run: str | None = None  # the name of the run's directory, from the checkpoint of a resumed run
-        self.savers: list[CheckpointSaver] = []  # of `root`, and with keep_best of its folder BEST
-        self.best_step, self.best_loss = 0, math.inf  # with keep_best
+        self.savers: list[CheckpointSaver] = []  # one for `root`, and with keep_best one for its folder BEST
+        self.best_step, self.best_loss = 0, math.inf  # used with keep_best
         self.open_savers = contextlib.ExitStack()
 
     def resume(self) -> str:

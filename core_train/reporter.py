@@ -29,11 +29,11 @@ class Reporter:
     """A context manager around the steps of a run; draws the plots when it ends, however it ends."""
 
     def __init__(self, config: JobConfig, plan: JobPlan, directory: Path, after_step: int, unit: str) -> None:
-        self.unit = unit  # of the losses
+        self.unit = unit  # unit of the losses
         self.config = config
         self.plan = plan
         self.directory = directory
-        self.after_step = after_step  # of a resumed run
+        self.after_step = after_step  # last step before a resumed run
         trackers = [TRACKERS[name](directory, asdict(config), after_step) for name in config.logging.trackers]
         self.log = StepLog(directory, trackers, after_step)
         self.disk = self.log.disk

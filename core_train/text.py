@@ -14,7 +14,7 @@ from core.extras import require
 from core_plan.job.config import DataOptions
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`
+FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")  # the builders of `datasets`
 # Installed packages differ between machines, and some systems ship Python without its tests.
 NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -136,7 +136,7 @@ def open_dataset(options: DataOptions) -> DatasetText:
     datasets.disable_progress_bars()
     try:
         rows = _rows(datasets, options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:  # what the package raises
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:  # errors of the package
         said = " ".join(str(error).split())[:300]
         raise ValueError(f"--data.dataset {options.dataset} cannot be opened: {said}") from error
     if isinstance(rows, dict):
