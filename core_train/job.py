@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,13 @@ from core_plan.machine.launch import Launch
 from core_train.checkpoint_options import BEST, check_root
 from core_train.checkpoints import JobCheckpoints
 from core_train.output import output_is_gone
-from core_train.profile import profiler_of
 from core_train.reporter import Reporter
 from core_train.step_trace import StepTrace
 from core_train.tokens import Tokens, check_windows, open_tokens, prepare_tokens, save_tokenizer
 from core_train.trainer import Trainer
 
 NO_LIMIT = timedelta(days=365)
+PROFILE = "profile.json"
 Result = TypeVar("Result")
 
 
@@ -191,7 +191,7 @@ def claim_directory(config: RunConfig, saved: str | None) -> RunDirectory:
 
 
 def start_groups(config: JobConfig, plan: JobPlan) -> None:
-    """The process groups of the configured sizes, in parallel_state. Collective."""
+    """Initialize parallel_state with the configured sizes. Collective."""
     layout = plan.layout
     parallel_state.initialize_model_parallel(
         **size_options(config.parallel),
@@ -215,7 +215,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
     validation_loss: float | None = None
     stopped = False
     started_s = time.perf_counter()
-    profiler = None if reporter is None or not config.logging.profile else profiler_of(reporter.directory)
+    profiler = None if reporter is None or not config.logging.profile else profiler_of(reporter.directory / PROFILE)
     with StopSignal() as signals, reporter or nullcontext(), checkpoints or nullcontext(), profiler or nullcontext():
         while trainer.step < config.run.last_step and not stopped:
             if output_is_gone():
@@ -254,14 +254,26 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
     return JobResult(losses, validation_loss, seconds, stopped)
 
 
+def profiler_of(file: Path) -> Any:
+    """Return torch's profiler of steps 3 to 5, because the first two allocate. Call `step` after each step."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(skip_first=1, wait=0, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)),
+    )
+
+
 def validates_after(step: int, config: RunConfig) -> bool:
-    """True after each so many steps but the last, whose validation the end of the run does."""
+    """True if a validation follows this step. The last step is validated when the run ends."""
     every = config.run.validate_every
     return every > 0 and step % every == 0 and step < config.run.last_step
 
 
 def gather_traces(trace: StepTrace) -> list[StepTrace]:
-    """The last step's traces of all ranks, on rank 0; nothing elsewhere. Collective."""
+    """Gather the last step's traces on rank 0; other ranks return an empty list. Collective."""
     trace.settle()
     gathered: list[StepTrace] | None = None
     if dist.get_rank() == 0:
@@ -307,7 +319,7 @@ def job_tokens(config: JobConfig, prepares_data: bool) -> Tokens:
 
 
 def build_trainer(config: JobConfig, plan: JobPlan, tokens: Tokens, device: torch.device) -> Trainer:
-    """Model, wrapper and optimizer. Collective."""
+    """Build the model, its wrapper, the optimizer and the trainer. Collective."""
     groups = parallel_state.get_process_groups()
     model_parallel_manual_seed(config.run.seed)
     vocab_size = check_vocabulary(tokens.header.vocab_size, config.model, config.parallel.tp)

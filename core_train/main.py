@@ -1,4 +1,4 @@
-"""The command: find this process's rank, read the configuration, check it, run the job."""
+"""The command of the main job: read and check the configuration, then start the ranks or run one of them."""
 
 from __future__ import annotations
 
@@ -53,15 +53,14 @@ class Command(Generic[Config, Plan]):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The main job: run one rank, or start all of them; the exit status."""
+    """Run one rank of the main job, or start all of them, and return the exit status."""
     return run_command(PRETRAIN, argv)
 
 
 def run_command(command: Command[Any, Any], argv: Sequence[str] | None) -> int:
-    """Run one rank of a job, or start all of them; the exit status.
+    """Run one rank of a job, or start all of them, and return the exit status.
 
-    Under a launcher (torchrun, SLURM) this process is a rank. Started plainly it starts `--run.ranks` ranks on this
-    machine and waits for them.
+    Under a launcher (torchrun, SLURM) this process is a rank. Otherwise it starts `--run.ranks` ranks on this machine.
     """
     with outputs_that_may_go():
         try:
@@ -129,13 +128,13 @@ def _check_start(command: Command[Any, Any], config: Any, ranks: int, ranks_here
         for name in ("RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
     command.check(config, ranks_here)
-    if not is_planned and STARTED_BY_US not in os.environ:  # who started this rank has checked
+    if not is_planned and STARTED_BY_US not in os.environ:  # the starting process has checked
         command.check_fit(config, ranks, ranks_here)
     return command.check_places(config, ranks) if ranks == ranks_here else None
 
 
 def _take_dry_run(arguments: Sequence[str]) -> tuple[bool, str | None, list[str]]:
-    """(True for a dry run, its device, all other arguments). ConfigError for a device without a dry run."""
+    """Return True for a dry run, its device, and all other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(DRY_RUN, action="store_true")
     parser.add_argument(DEVICE)

@@ -122,7 +122,7 @@ class Reporter:
                     draw_bucket_timeline(self.directory / "buckets.png", self.last_trace)
 
     def _seconds(self) -> float:
-        """Of the steps of this run, not of those before it went on."""
+        """Return the time of this run's steps, without those before it was resumed."""
         records = self.log.records
         return records[-1].elapsed_s if records and records[-1].step > self.after_step else 0.0
 
@@ -139,7 +139,7 @@ class Reporter:
         return words
 
     def _what_next(self, kept: Path) -> str:
-        """Commands that use the checkpoint."""
+        """Return commands that use the checkpoint."""
         longer = ""
         if self.log.records and self.log.records[-1].step >= self.config.run.steps:
             longer = f" --checkpoint.schedule given --run.steps {2 * self.config.run.steps}"
@@ -149,7 +149,7 @@ class Reporter:
 
 
 def python_command() -> str:
-    """Command of this interpreter: `python` if that is the one on the path, else its path, short if it is below."""
+    """Return this interpreter's command: `python` if it is the one on the path, else its path."""
     found = shutil.which("python")
     if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
         return "python"

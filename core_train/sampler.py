@@ -10,10 +10,10 @@ from core.number_ranges import whole
 
 
 class GlobalBatchSampler:
-    """Deals shuffled window indices in global batches; each data rank takes a slice, cut into microbatches.
+    """Sampler of shuffled window indices in global batches.
 
     The global batch of a step is the same for every number of data ranks and every microbatch size. Every window comes
-    once an epoch, in a new order each epoch; a batch may reach over the end of an epoch.
+    once per epoch, in a new order each epoch; a batch may span two epochs.
 
         indices = sampler.next_global_batch()                   # [global_batch_size]
         for micro in microbatches(indices, dp_rank, dp, size):  # [size] each, of this rank
@@ -31,7 +31,7 @@ class GlobalBatchSampler:
         self._order = np.empty(0, dtype=np.int64)
 
     def next_global_batch(self) -> np.ndarray:
-        """[global_batch_size] window indices; the position moves on."""
+        """Return the next [global_batch_size] window indices."""
         parts = []
         missing = self.global_batch_size
         while missing > 0:
@@ -47,7 +47,7 @@ class GlobalBatchSampler:
         return {"consumed": self.consumed, "seed": self.seed, "num_windows": self.num_windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where another sampler stopped; the global batch size may be another one."""
+        """Continue where another sampler stopped, possibly with another global batch size."""
         for name in ("seed", "num_windows"):
             if state[name] != getattr(self, name):
                 raise ValueError(
@@ -69,7 +69,7 @@ class GlobalBatchSampler:
 
 
 def microbatches(indices: np.ndarray, dp_rank: int, dp: int, micro_batch_size: int) -> list[np.ndarray]:
-    """This data rank's slice of a global batch, cut into microbatches; the sizes have been checked to divide."""
+    """Split this data rank's slice of a global batch into microbatches. The sizes must divide."""
     share = len(indices) // dp
     mine = indices[dp_rank * share : (dp_rank + 1) * share]
     return [mine[start : start + micro_batch_size] for start in range(0, share, micro_batch_size)]

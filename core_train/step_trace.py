@@ -42,18 +42,18 @@ class StepTrace:
             self.spans.append(Span(name, start, time.perf_counter()))
 
     def settle(self) -> None:
-        """The step is over: make its marks seconds, which waits for a GPU, and leave out gathers of earlier steps."""
+        """Convert the marks of a completed step to seconds, waiting for a GPU, and drop gathers of earlier steps."""
         resolve((*self.buckets, *self.gathers))
         self.gathers = [event for event in self.gathers if (event.wait_end_s or 0.0) >= self.start_s]
 
     @property
     def start_s(self) -> float:
-        """When the step began."""
+        """Time when the step began."""
         return min(span.start_s for span in self.spans) if self.spans else min(self._marks())
 
     @property
     def end_s(self) -> float:
-        """When the step ended."""
+        """Time when the step ended."""
         return max(span.end_s for span in self.spans) if self.spans else max(self._marks())
 
     def _marks(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""Trainer: one step of training, and the validation loss. What a user's own loop would look like, with a clock."""
+"""Trainer: one step of training, and the validation loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Batch = tuple[torch.Tensor, ...]  # inputs, labels, ... [windows, tokens of this
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of one step, the same on every rank but for the trace."""
+    """Result of one step. Only the trace differs between ranks."""
 
     loss: float  # nats per byte, or per token if the text is unknown
     grad_norm: float | None
@@ -81,7 +81,7 @@ class Trainer:
         self.flops_per_token = flops_of_token(config.model, config.model.vocab_size or tokens.header.vocab_size)
 
     def train_step(self, *, stop_requested: bool = False) -> StepResult:
-        """One optimizer step over the next global batch."""
+        """Run one optimizer step on the next global batch."""
         trace = StepTrace(dist.get_rank(), self.step + 1)
         with trace.span("data"):
             indices = self.sampler.next_global_batch()
@@ -109,9 +109,9 @@ class Trainer:
 
     @torch.no_grad()
     def validation_loss(self, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean loss over windows spread evenly over the validation text; None when it holds no window.
+        """Return the mean loss over windows spread evenly over the validation text.
 
-        stop: asked before each batch, with the same answer on all ranks; True ends the validation without a loss.
+        None if the text has no window, or if `stop`, which all ranks call before each batch, returned True.
         """
         available = self.windows[1]
         count = min(available, self.config.run.validation_windows)
@@ -125,7 +125,7 @@ class Trainer:
         loss: float | None = None
         for chunk in self.chunks:
             chunk.eval()
-        # Experts are shared by data ranks: all of them run as many forwards, the last of some with a window for show.
+        # Data ranks share experts, so all run equally many forwards; a rank without a window repeats the first one.
         for start in range(0, -(-count // self.plan.dp), size):
             if stop():
                 break
@@ -171,14 +171,14 @@ class Trainer:
         return total
 
     def _run_pipeline(self, batches: Sequence[Batch], trace: StepTrace) -> torch.Tensor:
-        """The same through the stages of a pipeline; all of them learn the sum."""
+        """Run forward and backward of a pipeline; return the sum of its tokens' losses on all stages."""
         assert self.runner is not None, "only called with a runner"
         outcome = self.runner.step([_named(batch) for batch in batches], finalize=False)
         trace.spans.extend(Span(event.work, event.start_s, event.end_s) for event in self.runner.events)
         return outcome.loss * sum(labels.numel() for _, labels in batches)
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
-        """The sum of the tokens' losses, without gradients."""
+        """Return the sum of the tokens' losses, without gradients."""
         inputs, labels = batch
         if self.runner is None:
             losses: torch.Tensor = self.chunks[0](inputs, labels=labels)
@@ -187,7 +187,7 @@ class Trainer:
         return self.runner.evaluate([_named((inputs, labels))], activations=shape).loss * labels.numel()
 
     def batch(self, tokens: np.ndarray, indices: np.ndarray) -> Batch:
-        """Inputs and labels [windows, sequence_length / cp] of int64: this context rank's positions."""
+        """Return inputs and labels [windows, sequence_length / cp] of int64 at this context rank's positions."""
         windows = torch.from_numpy(np.stack([window(tokens, int(index), self.length) for index in indices]))
         windows = windows.to(self.device)
         cp, cp_rank = self.groups.size("cp"), self.groups.rank("cp")

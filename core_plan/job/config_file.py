@@ -1,6 +1,6 @@
-"""From defaults, TOML files and flags to one JobConfig: a later source wins over an earlier one.
+"""Read a JobConfig from defaults, TOML files and flags; a later source wins.
 
-tyro reads the flags. It takes one default object, so files are merged here, and a wrong key is named with its file.
+tyro reads the flags over one default object. Files are merged into it here, so that a wrong key is named with its file.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def one_line(box: str) -> str:
 
 
 def given_options(tables: Sequence[Mapping[str, Any]], flags: Sequence[str]) -> dict[str, Any]:
-    """Values from files and flags, by 'section.option'; a later source wins. Values of flags are text, or bools."""
+    """Return values from files and flags by 'section.option'. A later source wins; flags are text or bools."""
     given: dict[str, Any] = {}
     for table in tables:
         for section, options in table.items():
@@ -118,9 +118,10 @@ def given_options(tables: Sequence[Mapping[str, Any]], flags: Sequence[str]) -> 
 
 
 def ddp_defaults(given: Mapping[str, Any]) -> DistributedDataParallelConfig:
-    """Defaults of the section ddp for options that are not given: a given one wins.
+    """Return defaults of the section ddp that agree with the options given by the user.
 
-    ConfigError where two things that the user says contradict each other.
+    Raises:
+        ConfigError: If two given options contradict each other.
     """
     defaults = JobConfig().ddp
     strategy = given.get("ddp.data_parallel_sharding_strategy")
@@ -151,9 +152,9 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def spell_out(flags: Sequence[str], names: Mapping[str, str] = OTHER_NAMES) -> list[str]:
-    """Flags with the short ones (`names`) replaced: `--pp 2` and `--pp=2` become `--parallel.pp 2`, `--parallel.pp=2`.
+    """Replace short flags: `--pp 2` and `--pp=2` become `--parallel.pp 2` and `--parallel.pp=2`.
 
-    ConfigError for an empty value: no option takes one, and it often is a shell's variable that is not set.
+    Raises ConfigError for an empty value, which often comes from an unset shell variable.
     """
     spelled: list[str] = []
     for word in flags:
@@ -166,7 +167,7 @@ def spell_out(flags: Sequence[str], names: Mapping[str, str] = OTHER_NAMES) -> l
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
+    """Read the tables of a TOML file."""
     from core.checkpoint.bounded_read import read_bytes  # loads torch's checkpoints, for a second
 
     if sys.version_info >= (3, 11):
@@ -184,9 +185,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merge(config: Config, values: Mapping[str, Any], source: str, prefix: str = "") -> Config:
-    """`config` with the values of a TOML table over it; nested tables go to nested dataclasses.
+    """Override `config` with a TOML table; nested tables override nested dataclasses.
 
-    An unknown name, or a value of another type than the option's, is a ConfigError that names `source` and the option.
+    Raises ConfigError, with `source` and the option, for an unknown name or a value of another type.
     """
     kinds = typing.get_type_hints(type(config))
     changes: dict[str, Any] = {}
@@ -210,7 +211,7 @@ def merge(config: Config, values: Mapping[str, Any], source: str, prefix: str = 
 
 
 def convert(value: Any, kind: Any, where: str) -> Any:
-    """A TOML value as an option's type: int, float, bool, str, Path, Literal, tuple of these, or one of them | None."""
+    """Convert a TOML value to int, float, bool, str, Path, a Literal, a tuple of these, or a union."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         parts = [part for part in arguments if part is not type(None)]

@@ -1,6 +1,6 @@
-"""JobPlan: a configuration's sizes on a number of ranks. Pure; all that can be wrong is found here.
+"""JobPlan: a configuration's sizes on a number of ranks.
 
-Runs before any process group exists, so a wrong size costs a second and a message, not a timeout.
+All sizes are checked here, before any process group exists, so a wrong size is a message and not a timeout.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class JobPlan:
 
 
 def plan_job(config: JobConfig, world_size: int) -> JobPlan:
-    """Check every size against every other; ConfigError with the arithmetic on the first that does not fit."""
+    """Check all sizes against each other. Raise ConfigError with the arithmetic of the first that does not fit."""
     parallel, run, model = config.parallel, config.run, config.model
     _check_options(config)
     grid = check_ranks(parallel, world_size)
@@ -92,7 +92,7 @@ def share_batch(
 def check_pipeline_batch(
     parallel: ParallelOptions, layout: PipelineLayout, global_batch_size: int, dp: int, micro: int
 ) -> None:
-    """ConfigError for a number of microbatches that the pipeline's schedule cannot have."""
+    """Raise ConfigError if the pipeline's schedule cannot run this number of microbatches."""
     if parallel.pp == 1:
         return
     count = global_batch_size // dp // micro

@@ -26,7 +26,7 @@ def check_divides(what: str, size: int, by: str, divisor: int, *, instead: str =
 
 
 def check_ranks(parallel: ParallelOptions, world_size: int, context: str = "cp") -> RankGrid:
-    """The grids of ranks that the parallel sizes give. context: the user's name of the ranks that share a sequence."""
+    """Return the grid of ranks of the parallel sizes. `context` is the user's name for the axis cp."""
     tp, pp, cp, ep = parallel.tp, parallel.pp, parallel.cp, parallel.ep
     etp = tp if parallel.etp is None else parallel.etp
     for product, words in (
@@ -53,7 +53,7 @@ def check_ranks(parallel: ParallelOptions, world_size: int, context: str = "cp")
 
 
 def check_model(config: JobConfig) -> None:
-    """Heads, widths, sequence and experts of the model over the ranks that share them."""
+    """Check heads, widths, sequence and experts of the model against the ranks that share them."""
     model, parallel = config.model, config.parallel
     heads, groups = model.num_attention_heads, model.query_groups
     group_option = "the number of query groups"

@@ -19,7 +19,7 @@ OTHERS_WAIT_S = 20.0  # for the first rank, which may import more slowly
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place, and the ranks' rendezvous."""
+    """Rank of this process, and the rendezvous of all ranks."""
 
     rank: int
     world_size: int
@@ -43,10 +43,10 @@ class Launch:
 
 
 def say_once(text: str, launch: Launch | None, environment: Mapping[str, str]) -> None:
-    """Print the error that ends a job, once for all of its ranks. torchrun prints it last, after its own lines.
+    """Print the error that ends a job once, although all of its ranks have found it.
 
-    torchrun prints the error file of the first failing rank, and ends the others. So other ranks wait, and print their
-    error only if they were not ended: it may be theirs alone.
+    torchrun prints the error file of the first failing rank last and ends the other ranks. So ranks other than 0 wait,
+    and report an error only if they were not ended, because rank 0 may not have it.
     """
     file = environment.get(TORCHRUNS_FILE)
     if launch is None or launch.launcher != "torchrun" or file is None:
@@ -59,7 +59,7 @@ def say_once(text: str, launch: Launch | None, environment: Mapping[str, str]) -
 
 
 def find_launch(environment: Mapping[str, str]) -> Launch | None:
-    """The place a launcher gave this process; None when it was started plainly.
+    """Read this process's rank and rendezvous from the launcher's variables; None without a launcher.
 
     torchrun's variables win over SLURM's: torchrun is often started by srun, one a node.
     """
@@ -101,9 +101,7 @@ def read_number(
     below: int | None = None,
     default: int | None = None,
 ) -> int:
-    """Read an environment variable as an integer. Raise ConfigError, with its name, if it is not one or is out of
-    range.
-    """
+    """Read an environment variable as an integer. Raise ConfigError with its name if it is none or out of range."""
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -142,14 +140,14 @@ def _slurm_launch(environment: Mapping[str, str]) -> Launch:
         local_rank=read_number(environment, "SLURM_LOCALID", below=tasks_per_node[node]),
         local_world_size=tasks_per_node[node],
         master_addr=_address(environment.get("MASTER_ADDR", first_host(hosts))),
-        # the same port on every node without asking anybody, another one for another job
+        # all nodes compute the same port, and two jobs different ones
         master_port=read_number(environment, "MASTER_PORT", at_least=1, below=PORTS, default=20000 + job % 20000),
         launcher="slurm",
     )
 
 
 def expand_counts(text: str, at_most: int = 1 << 20) -> list[int]:
-    """SLURM's tasks per node, '4(x2),3', as [4, 4, 3]. ConfigError for anything else, or more than so many tasks."""
+    """Expand SLURM's tasks per node, '4(x2),3', to [4, 4, 3]. Raise ConfigError for other text or too many tasks."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part.strip())

@@ -1,6 +1,7 @@
-"""A job started plainly starts its own ranks on this machine, and waits for them.
+"""Start the ranks of a job that has no launcher on this machine, and wait for them.
 
-Unlike torch's elastic launcher it shows a user's mistake as one line of rank 0, and a second Ctrl-C ends every rank.
+torch's elastic launcher would end ranks while they write a checkpoint, 30 s after Ctrl-C, and at once when another rank
+fails, before they report which one. It also replaces their exit status.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from core.watch.interrupts import INTERRUPTED, SAME_PRESS_S
 from core_plan.machine.launch import Launch
 
 STARTED_BY_US = "GRADIENT_CORE_PARENT"  # process id of the process that started this rank
-LAST_S = 4.0  # after a second Ctrl-C, until ranks are killed; those that are stopped hear nothing else
-GRACE_S = 10.0  # what the other ranks get to end by themselves after one has failed
+LAST_S = 4.0  # time from a second Ctrl-C until ranks are killed; stopped processes receive no other signal
+GRACE_S = 10.0  # time for the other ranks to end after one has failed
 
 
 def start_ranks(ranks: int) -> int:
-    """Run this very command once a rank, and wait; the first failing rank's exit status, or 0.
+    """Run this process's command once per rank and wait. Return the first failing rank's exit status, or 0.
 
-    The ranks meet at a store that this process holds, so no free port has to be guessed. Signals are passed on.
+    Signals are passed on. The ranks meet at a store in this process, whose port the system has chosen.
     """
     from core.groups.local_store import local_store
     from core.interface.whole import about_to_start_ranks
@@ -49,8 +50,8 @@ def start_ranks(ranks: int) -> int:
         for rank in range(ranks):
             launch = Launch(rank, ranks, rank, ranks, "127.0.0.1", store.port, "own")
             environment = {**os.environ, **launch.environment(), STARTED_BY_US: str(os.getpid())}
-            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 connects to our store, and holds none
-            # a session of its own: a terminal's Ctrl-C reaches a rank once, through us
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 connects to this store and creates none
+            # In a new session a terminal's Ctrl-C reaches a rank once, from this process.
             command = [sys.executable, *sys.orig_argv[1:]]
             processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return _wait_for_all(processes, interrupts)
@@ -64,7 +65,7 @@ def start_ranks(ranks: int) -> int:
 
 
 def _wait_for_all(processes: list[subprocess.Popen[bytes]], interrupts: list[float]) -> int:
-    """Wait until all have ended; after a failure GRACE_S longer at most, after a second Ctrl-C LAST_S."""
+    """Wait for all processes, at most GRACE_S after the first failure and LAST_S after a second Ctrl-C."""
     status = 0
     deadline: float | None = None
     while any(process.poll() is None for process in processes):

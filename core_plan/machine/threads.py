@@ -12,11 +12,10 @@ from core_plan.machine.launch import read_number
 def intra_op_threads(
     environment: Mapping[str, str], *, requested: int | None, cores: int, local_world_size: int
 ) -> int:
-    """Threads of this rank: the flag, else the user's OMP_NUM_THREADS, else cores / local ranks (at least 1).
+    """Return the threads of this rank: the flag, else the user's OMP_NUM_THREADS, else cores / local ranks.
 
-    torchrun sets OMP_NUM_THREADS=1 when there are several ranks; that 1 is not taken for the user's wish.
-    SLURM binds each task to its own cores, so there `cores` is not divided again. ConfigError for a variable that is no
-    such number.
+    torchrun sets OMP_NUM_THREADS=1 for several ranks, which is ignored. SLURM binds each task to cores, so they are not
+    divided again. Raises ConfigError if a variable is no number.
     """
     if requested is not None:
         return max(1, requested)
