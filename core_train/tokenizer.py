@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,19 @@ class ByteTokenizer:
 
     vocab_size = 256
     identity = "bytes"  # differs between tokenizers that number a text differently
+    end: int | None = 0  # the token that ends a document
 
     def encode(self, document: bytes) -> np.ndarray:
         """[bytes + 1] of uint8."""
         return np.frombuffer(document + b"\0", dtype=np.uint8)
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a text, without an end mark."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 class FileTokenizer:
@@ -39,6 +48,14 @@ class FileTokenizer:
         """[tokens] of uint32; bytes that are not UTF-8 become U+FFFD."""
         tokens = self.tokenizer.encode(document.decode("utf-8", errors="replace"), add_special_tokens=False).ids
         return np.array(tokens if self.end is None else [*tokens, self.end], dtype=np.uint32)
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a text, without an end mark."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self.tokenizer.decode(list(tokens)))
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

@@ -1,7 +1,7 @@
 """Start the ranks of a job that has no launcher on this machine, and wait for them.
 
-torch's elastic launcher would end ranks while they write a checkpoint, 30 s after Ctrl-C, and at once when another rank
-fails, before they report which one. It also replaces their exit status.
+torch's elastic launcher would kill ranks that write a checkpoint for longer than 30 s after Ctrl-C. When a rank fails,
+it ends the others at once, before they report which one they miss.
 """
 
 from __future__ import annotations

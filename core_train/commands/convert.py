@@ -29,9 +29,9 @@ from core_plan.job.errors import ConfigError
 from core_plan.job.hub import cached_model
 from core_plan.job.model_config import transformer_config
 from core_plan.job.run_directory import CHECKPOINTS
-from core_train.commands.generate import UNKNOWN, load_trained, load_tuned, words_of
+from core_train.commands.generate import UNKNOWN, load_trained, load_tuned, tokenizer_of
 from core_train.commands.model_directory import AUTO_CLASS, CLASSIFIER, Tuned
-from core_train.tokenizer import END_OF_TEXT
+from core_train.tokenizer import END_OF_TEXT, FileTokenizer
 from core_train.tokens import TOKENIZER
 
 BYTES = 256  # the vocabulary of a model that was trained on bytes
@@ -40,12 +40,12 @@ BYTES = 256  # the vocabulary of a model that was trained on bytes
 def export(place: Path, target: Path, *, step: int | None = None, shard_bytes: int) -> str:
     """Write the model of a run for transformers, and return a sentence about the files."""
     trained = load_trained(place, step)
-    words = None if trained.tokenizer == UNKNOWN else words_of(place, trained)
-    more = {} if words is None else dict.fromkeys(("bos_token_id", "eos_token_id"), words.end)
+    tokenizer = None if trained.tokenizer == UNKNOWN else tokenizer_of(place, trained)
+    more = {} if tokenizer is None else dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end)
     config = trained.model.config
     count, files = write_transformers(target, config, trained.model.state_dict(), more=more, shard_bytes=shard_bytes)
-    if words is not None and words.tokenizer is not None:
-        (target / TOKENIZER).write_text(words.tokenizer.tokenizer.to_str())
+    if isinstance(tokenizer, FileTokenizer):
+        (target / TOKENIZER).write_text(tokenizer.tokenizer.to_str())
         named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
         (target / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n")
     return f"{target}: {layout_of(config)} of step {trained.step}, {count} tensors in {files} file(s)"

@@ -33,10 +33,9 @@ from core_plan.machine.launch import Launch, find_launch, say_once
 from core_plan.machine.own_ranks import become_rank, start_ranks
 from core_train.commands.model_directory import Tuned, load_directory, model_directory, prompt_ids
 from core_train.job import on_started_ranks
-from core_train.tokenizer import FileTokenizer, read_tokenizer
+from core_train.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
 from core_train.tokens import TOKENIZER
 
-END_OF_DOCUMENT = 0  # the byte that ends a document of bytes
 UNKNOWN = "unknown"  # the tokenizer of a model that came without one
 Forward = Callable[[Tensor], Tensor]  # token ids [1, s] to logits [s, 1, vocabulary or more]
 
@@ -49,30 +48,6 @@ class Trained:
     options: ModelOptions
     step: int
     tokenizer: str
-
-
-@dataclass(frozen=True)
-class Words:
-    """Text to the numbers of a model and back. tokenizer: None for bytes."""
-
-    tokenizer: FileTokenizer | None
-
-    @property
-    def end(self) -> int | None:
-        """The token that ends a document."""
-        return END_OF_DOCUMENT if self.tokenizer is None else self.tokenizer.end
-
-    def encode(self, text: str) -> list[int]:
-        """The text's tokens, without an end mark."""
-        if self.tokenizer is None:
-            return list(text.encode())
-        return list(self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; bytes that are no UTF-8 become U+FFFD."""
-        if self.tokenizer is None:
-            return bytes(token for token in tokens if token < 256).decode(errors="replace")
-        return str(self.tokenizer.tokenizer.decode(list(tokens)))
 
 
 def checkpoints_of(place: Path) -> Path:
@@ -135,17 +110,17 @@ def load_tuned(place: Path, step: int | None = None) -> Tuned | None:
     return load_directory(directory)
 
 
-def words_of(place: Path, trained: Trained, given: Path | None = None) -> Words:
-    """Tokenizer of a run's model; `given` is a tokenizer.json in place of the run's own."""
+def tokenizer_of(place: Path, trained: Trained, given: Path | None = None) -> Tokenizer:
+    """Return the tokenizer of a run's model, or of a `given` tokenizer.json."""
     if given is None and trained.tokenizer == "bytes":
-        return Words(None)
+        return ByteTokenizer()
     own = (place / TOKENIZER, checkpoints_of(place).parent / TOKENIZER)
     path = given or next((path for path in own if path.is_file()), None)
     if path is None:
         raise ConfigError(
             f"the model's tokenizer is {trained.tokenizer!r}, and {own[0]} is not there; give --tokenizer"
         )
-    return Words(read_tokenizer(path))
+    return read_tokenizer(path)
 
 
 @torch.no_grad()
@@ -212,29 +187,29 @@ def print_ours(options: argparse.Namespace) -> None:
             "them out"
         )
     trained = load_trained(options.place, options.step)
-    words = words_of(options.place, trained, options.tokenizer)
-    tokens = words.encode(options.prompt)
-    if not tokens and words.end is None:
+    tokenizer = tokenizer_of(options.place, trained, options.tokenizer)
+    tokens = tokenizer.tokens_of(options.prompt)
+    if not tokens and tokenizer.end is None:
         raise ConfigError("this tokenizer has no mark for the end of a document to begin after; give a --prompt")
     made = continued(
         trained.model,
-        tokens or [words.end or END_OF_DOCUMENT],
+        tokens or [tokenizer.end or 0],
         options.tokens,
         length=trained.options.sequence_length,
         vocab_size=trained.model.config.vocab_size,
         temperature=options.temperature,
         top_k=options.top_k or None,
-        end=words.end,
+        end=tokenizer.end,
         generator=torch.Generator().manual_seed(options.seed),
     )
     shown = ""
     for token in made:
         tokens.append(token)
-        text = words.decode(tokens)
+        text = tokenizer.decode(tokens)
         if not text.endswith("\ufffd"):  # the first bytes of a character
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    print(words.decode(tokens)[len(shown) :])
+    print(tokenizer.decode(tokens)[len(shown) :])
 
 
 def print_theirs(tuned: Tuned, options: argparse.Namespace, shows: bool = True) -> None:

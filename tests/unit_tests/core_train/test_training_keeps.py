@@ -23,7 +23,7 @@ from core_plan.job.plan import plan_job
 from core_plan.job.run_directory import RunDirectory, check_run_name
 from core_train import reporter
 from core_train.commands import generate
-from core_train.commands.generate import continued, load_trained, words_of
+from core_train.commands.generate import continued, load_trained, tokenizer_of
 from core_train.job import train
 from core_train.tokens import num_windows, open_tokens, prepare_tokens, window
 from tests.unit_tests.core_train.training_reference import CPU, ROOT, TINY, records_of, text_flags_in
@@ -132,14 +132,14 @@ def test_a_run_leaves_its_tokenizer(tmp_path: Path) -> None:
     directory = run(1, flags, tmp_path / "runs")
     trained = load_trained(directory)
     assert trained.model.config.vocab_size == 300
-    words = words_of(directory, trained)
-    numbers = words.encode("def step(self)")
+    words = tokenizer_of(directory, trained)
+    numbers = words.tokens_of("def step(self)")
     assert words.decode(numbers) == "def step(self)" and len(numbers) < len("def step(self)")
-    assert words_of(directory / "checkpoints", trained).encode("def step(self)") == numbers
+    assert tokenizer_of(directory / "checkpoints", trained).tokens_of("def step(self)") == numbers
     (directory / "tokenizer.json").rename(tmp_path / "elsewhere.json")
     with pytest.raises(ConfigError, match="give --tokenizer"):
-        words_of(directory, trained)
-    assert words_of(directory, trained, tmp_path / "elsewhere.json").encode("def step(self)") == numbers
+        tokenizer_of(directory, trained)
+    assert tokenizer_of(directory, trained, tmp_path / "elsewhere.json").tokens_of("def step(self)") == numbers
 
 
 def test_latest_leads_to_the_run_that_began_last_and_is_no_name_of_a_run(tmp_path: Path) -> None:
