@@ -177,7 +177,7 @@ def cut_model(model: Any, cutting: Cutting, groups: ProcessGroups, device: torch
         keeps_prompts = over_tensor and has_prompts(model)
         base, adapters = model.get_base_model() if keeps_prompts else model, None
         if not keeps_prompts and (cutting.is_needed or is_empty):
-            base, adapters = take_off(model)
+            base, adapters = take_off(model, staged=cutting.pp_size > 1)
         layout, plan = cutting.layout_of(base), cutting.plan_of(base)
     if cutting.flash_attention:
         if not hasattr(base, "set_attn_implementation"):

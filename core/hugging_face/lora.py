@@ -66,7 +66,7 @@ def add_lora(
 
     Args:
         model: Model split by `split_model` or `load_split`, or the list of this rank's pipeline stages.
-        config: A peft.LoraConfig for new adapters.
+        config: A peft.LoraConfig for new adapters, or several by adapter name, of which the first one is active.
         directory: Adapter directory to load instead. The loaded adapters are trainable.
         example: As in `split_model`.
         pg_collection: Process groups; defaults to those of `parallel_state`.
@@ -149,7 +149,7 @@ def with_adapters(
     Args:
         model: Model with cut parameters.
         plan: Plan of the model.
-        config: A peft.LoraConfig for new adapters.
+        config: As in `add_lora`.
         directory: Adapter directory to load instead.
         adapter_name: As in peft.
         without_memory: True to create new adapters on the meta device.
@@ -161,7 +161,9 @@ def with_adapters(
     from transformers.pytorch_utils import Conv1D
 
     config = peft.PeftConfig.from_pretrained(os.fspath(directory)) if directory is not None else config
-    _check_options(config, peft.LoraConfig)
+    (adapter_name, config), *others = (config if isinstance(config, Mapping) else {adapter_name: config}).items()
+    for each in (config, *(other for _, other in others)):
+        _check_options(each, peft.LoraConfig)
     transposed = {f"{name}.weight": each.weight for name, each in model.named_modules() if isinstance(each, Conv1D)}
     cut = transposed.keys() & plan.splits.keys()
     for name in cut:
@@ -174,7 +176,10 @@ def with_adapters(
     @peft_by_old_names()
     def adapt() -> Any:
         if directory is None:
-            return peft.get_peft_model(model, config, adapter_name, low_cpu_mem_usage=without_memory)
+            adapted = peft.get_peft_model(model, config, adapter_name, low_cpu_mem_usage=without_memory)
+            for name, other in others:
+                adapted.add_adapter(name, other, low_cpu_mem_usage=without_memory)
+            return adapted
         return peft.PeftModel.from_pretrained(model, os.fspath(directory), adapter_name, True, config)
 
     try:
@@ -205,7 +210,7 @@ def cut_adapters(adapted: Any, base: Plan, groups: ProcessGroups) -> Plan:
     """Cut and tag adapters by the seams of their base layers, and return the adapters' plan. Local."""
     plan = _plan_of_adapters(adapted, base)
     cut_parameters(adapted, plan, groups)
-    tag_slices({name: p for name, p in adapted.named_parameters() if p.requires_grad}, plan, groups)
+    tag_slices(dict(adapted.named_parameters()), plan, groups)
     copies = {name: base.splits.get(name_in_base(name)) for name, _ in adapted.named_parameters() if COPY in name}
     return replace(plan, splits={**plan.splits, **{name: split for name, split in copies.items() if split is not None}})
 
@@ -268,19 +273,20 @@ def _plan_of_adapters(adapted: Any, base: Plan) -> Plan:
 # -- adapters of a model that is cut after them -----------------------------------------------------------------------
 
 
-def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
-    """Remove the LoRA adapter from a model, so that the base model can be split first.
+def take_off(model: Any, *, staged: bool = False) -> tuple[Any, dict[str, nn.Parameter] | None]:
+    """Remove the LoRA adapters from a model, so that the base model can be split first.
 
     Args:
         model: Model with or without peft adapters.
+        staged: True if the model is split into pipeline stages.
 
     Returns:
-        The model without its adapter, and the adapter's parameters by name. A model without adapters is returned
-        unchanged, with None.
+        The model without its adapters, and their parameters by name. A model without adapters is returned unchanged,
+        with None.
 
     Raises:
-        ValueError: If the model has several adapters, adapters of another method than LoRA, an adapter merged into the
-            weights, or an adapter of fused expert weights.
+        ValueError: If the model has several adapters that are active or in stages, adapters of another method than
+            LoRA, an adapter merged into the weights, or an adapter of fused expert weights.
     """
     if not hasattr(model, "peft_config"):
         return model, None
@@ -288,16 +294,15 @@ def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
     if others:
         raise ValueError(
             f"the model has adapters of type {', '.join(sorted(others))}, and only LoRA adapters can be split with a "
-            "model, or prompts (PROMPT_TUNING, P_TUNING) over tp_size alone. Keep the model unsplit (tp_size=1, "
-            "pp_size=1, no sequence parallelism; zero_stage=3 shards it), or train LoRA"
+            "model, or one of PROMPT_TUNING, P_TUNING, PREFIX_TUNING over tp_size alone. Keep the model unsplit "
+            "(tp_size=1, pp_size=1, no sequence parallelism; zero_stage=3 shards it), or train LoRA"
         )
-    if len(model.peft_config) != 1:
+    if len(model.base_model.active_adapters) != 1 or (staged and len(model.peft_config) != 1):
         raise ValueError(
-            f"the model has the adapters {', '.join(model.peft_config)}, and one is split with a model; delete the "
-            "others before boost"
+            f"the model has the adapters {', '.join(model.peft_config)}, active {model.base_model.active_adapters}; "
+            "one is active in a split model, and stages have one; call set_adapter or delete the others before boost"
         )
-    (config,) = model.peft_config.values()
-    fused = getattr(config, "target_parameters", None)
+    fused = {name for config in model.peft_config.values() for name in getattr(config, "target_parameters", None) or ()}
     if fused:  # peft converts layer names to these if a family fuses its experts
         raise ValueError(
             f"the adapters are for the fused weights {', '.join(sorted(fused))} of experts, which are not split with "
@@ -327,17 +332,19 @@ def put_on(
     Collective, as `add_lora`. `values` are the adapter's unsplit parameters; parameters on the meta device start from
     peft's initialization. The full model `shell` defines requires_grad and dtype.
     """
-    ((adapter_name, config),) = copy.deepcopy(shell.peft_config).items()
+    (active,) = shell.base_model.active_adapters
+    configs = copy.deepcopy({active: shell.peft_config[active], **shell.peft_config})
     with torch.enable_grad():
         if getattr(parts[0], REPORT, None) is None:  # one rank holds the full model
             import peft
 
             with peft_by_old_names():
-                adapted = [peft.get_peft_model(parts[0], config, adapter_name)]
-        elif staged:
-            adapted = add_lora(list(parts), config, pg_collection=groups, adapter_name=adapter_name)
+                adapted = [peft.get_peft_model(parts[0], configs[active], active)]
+                for name in [*configs][1:]:
+                    adapted[0].add_adapter(name, configs[name])
         else:
-            adapted = [add_lora(parts[0], config, pg_collection=groups, adapter_name=adapter_name)]
+            adapted = add_lora(list(parts) if staged else parts[0], configs, pg_collection=groups)
+            adapted = adapted if staged else [adapted]
     like = dict(shell.named_parameters(remove_duplicate=False))
     for part in adapted:
         splits = splits_of(part)
@@ -347,11 +354,11 @@ def put_on(
                 param.data = slice_of(whole.detach().to(param.device), splits.get(name), groups).clone()
             param.data = param.detach().to(like[name].dtype)
             param.requires_grad_(like[name].requires_grad)
-        _set_like(part, shell, adapter_name)
+        _set_like(part, shell)
     return list(adapted)
 
 
-def _set_like(adapted: Any, shell: Any, adapter: str) -> None:
+def _set_like(adapted: Any, shell: Any) -> None:
     """Copy settings that are not in the config from the old adapter modules to the new ones.
 
     These are a layer's scale, its dropout, whether it is disabled, and the training mode.
@@ -364,12 +371,13 @@ def _set_like(adapted: Any, shell: Any, adapter: str) -> None:
         except AttributeError:  # on another stage
             continue
         layer.training = like.training
-        if not isinstance(like, LoraLayer) or not isinstance(layer, LoraLayer) or adapter not in layer.scaling:
+        if not isinstance(like, LoraLayer) or not isinstance(layer, LoraLayer):
             continue
-        layer.scaling[adapter] = like.scaling[adapter]
-        rate = getattr(like.lora_dropout[adapter], "p", 0.0)
-        layer.lora_dropout[adapter] = nn.Dropout(rate) if rate else nn.Identity()
-        layer.lora_dropout[adapter].training = like.lora_dropout[adapter].training
+        for adapter in layer.scaling:
+            layer.scaling[adapter] = like.scaling[adapter]
+            rate = getattr(like.lora_dropout[adapter], "p", 0.0)
+            layer.lora_dropout[adapter] = nn.Dropout(rate) if rate else nn.Identity()
+            layer.lora_dropout[adapter].training = like.lora_dropout[adapter].training
         if like.disable_adapters:
             layer.enable_adapters(False)
 

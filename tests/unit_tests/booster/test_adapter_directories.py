@@ -72,7 +72,7 @@ IDS = torch.arange(12).view(2, 6)
 CASES = [(method, "zero 3") for method in METHODS] + [("ia3", "zero"), ("oft", "ddp"), ("prompt", "zero")]
 
 
-SAVED = [("saved modules", "tp"), ("saved modules", "pp"), ("prompt", "tp"), ("p-tuning", "tp")]
+SAVED = [("saved modules", "tp"), ("saved modules", "pp"), ("prompt", "tp"), ("p-tuning", "tp"), ("prefix", "tp")]
 
 
 @ranks(2)

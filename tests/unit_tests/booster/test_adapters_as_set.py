@@ -77,11 +77,13 @@ def test_what_was_set_on_adapters_is_carried_over(
 
 
 @ranks(2)
-@pytest.mark.parametrize(("method", "pp"), [("saved modules", 1), ("saved modules", 2), ("prompt", 1), ("p-tuning", 1)])
+@pytest.mark.parametrize(
+    ("method", "pp"), [("saved modules", 1), ("saved modules", 2), ("prompt", 1), ("p-tuning", 1), ("prefix", 1)]
+)
 def test_new_modules_and_virtual_tokens_train_as_on_one_process(
     rank: int, world: int, method: str, pp: int, tmp_path: Path
 ) -> None:
-    """Modules that are saved next to adapters, such as a new head, and prompts were refused in a split model."""
+    """Modules that are saved next to adapters, such as a new head, prompts and prefixes were refused when split."""
     model, micro = adapted(method), {"num_microbatches": 2} if pp > 1 else {}
     reference, batch = copy.deepcopy(model), {"input_ids": IDS, "labels": IDS}
     plain = torch.optim.SGD([param for param in reference.parameters() if param.requires_grad], lr=0.5)
@@ -111,14 +113,64 @@ def test_new_modules_and_virtual_tokens_train_as_on_one_process(
         assert (value - start[name]).abs().max() > 1e-3
 
 
+def with_two_adapters(active: str) -> Any:
+    """LoRA of two names and ranks."""
+    model = model_of(no_dropout)
+    model.add_adapter("other", peft.LoraConfig(r=3, target_modules=LAYERS[:2], init_lora_weights=False))
+    model.set_adapter(active)
+    return model.eval()
+
+
 @ranks(2)
-@pytest.mark.parametrize(("method", "name"), [("ia3", "IA3"), ("prefix", "PREFIX_TUNING")])
-def test_adapters_that_cannot_be_split_are_refused_by_their_method(
-    rank: int, world: int, method: str, name: str
-) -> None:
-    model = adapted(method)
+@pytest.mark.parametrize("active", ["default", "other"])
+def test_two_adapters_are_split_switched_and_saved(rank: int, world: int, active: str, tmp_path: Path) -> None:
+    """DPO of adapters answers with a second one, the reference."""
+    model, idle = with_two_adapters(active), "other" if active == "default" else "default"
+    reference, batch = copy.deepcopy(model), {"input_ids": IDS, "labels": IDS}
+    plain = torch.optim.SGD([param for param in reference.parameters() if param.requires_grad], lr=0.5)
+    booster = Booster(plugin=HybridParallelPlugin(2, 1, precision="fp32"))
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    start = reference(**batch).loss.detach()
+    for _ in range(2):
+        losses = []
+        for each in (reference, boosted.unwrap()):
+            each.set_adapter(idle)
+            with torch.no_grad():
+                losses.append(each(**batch).loss)
+            each.set_adapter(active)
+        assert float(losses[1]) == pytest.approx(float(losses[0]), abs=1e-5) and abs(losses[0] - start) > 1e-3
+        expected = reference(**batch).loss
+        expected.backward()
+        plain.step()
+        plain.zero_grad()
+        found = boosted(**batch).loss
+        booster.backward(found, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(found.detach(), expected.detach(), atol=1e-5, rtol=0)
+    assert (expected - start).abs() > 1e-2
+    booster.save_model(boosted, tmp_path, shard=True, use_safetensors=True)
+    torch.distributed.barrier()
+    again = peft.PeftModel.from_pretrained(base(), tmp_path).eval()
+    again.load_adapter(tmp_path / "other", "other")
+    for name in ("default", "other"):
+        again.set_adapter(name)
+        reference.set_adapter(name)
+        torch.testing.assert_close(again(**batch).loss, reference(**batch).loss, atol=1e-5, rtol=0)
+    booster.load_model(boosted, tmp_path)
+
+
+@ranks(2)
+def test_adapters_that_cannot_be_split_are_refused(rank: int, world: int) -> None:
+    model = with_two_adapters("default")
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match=r"default, other, active \['default', 'other'\]; one is active in a split"):
+        Booster(plugin=HybridParallelPlugin(2, 1, precision="fp32")).boost(model)
+    parallel_state.destroy_model_parallel()
+    model = adapted("ia3")
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    with pytest.raises(ValueError, match=f"adapters of type {name}, and only LoRA adapters can be split") as caught:
+    with pytest.raises(ValueError, match="adapters of type IA3, and only LoRA adapters can be split") as caught:
         Booster(plugin=HybridParallelPlugin(2, 1, precision="fp32")).boost(model, optimizer)
     assert "\n" not in str(caught.value)
 

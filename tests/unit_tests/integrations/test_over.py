@@ -102,6 +102,30 @@ def test_a_trainer_of_trl_logs_in_any_layout_what_it_logs_on_one_process(
     assert loss == pytest.approx(expected, abs=1e-5)
 
 
+@ranks(2)
+def test_dpo_goes_on_from_adapters_that_are_split_with_their_reference(rank: int, world: int, tmp_path: Path) -> None:
+    """TRL adds a second adapter with their values as the reference, and switches to it."""
+    from core.integrations import over
+
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+
+    def trained(parts: Any, **options: Any) -> Any:
+        torch.manual_seed(1)
+        trainer = of_trl("DPO", tmp_path, 4, parts, peft.get_peft_model(llama(), config), ref_model=None, **options)
+        trainer.train()
+        return trainer
+
+    with launched(rank, world):
+        trainer = trained(over, plugin=plugin_of(2, 1))
+    with alone():
+        single = trained(None)
+    assert "ref" in single.model.peft_config and trainer.model.active_adapter == "default"
+    found, wanted = (torch.tensor(logged(each, *FIGURES["DPO"])) for each in (trainer, single))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert (wanted[-1, 0] - wanted[0, 0]).abs() > 1e-3, "nothing is learned"
+
+
 SHARDED = DistributedDataParallelConfig(
     data_parallel_sharding_strategy="optim_grads_params", initial_weights="broadcast"
 )
