@@ -16,7 +16,7 @@ HELD_BY = {
         "distributed/wire/test_ddp_shared_memory.py": ["two_parameters_of_one_memory"],
         "distributed/reduce/test_finalize_model_grads.py": ["a_partial_gradient_that_no_rule_reduces"],
     },
-    "the optimizer is made": {
+    "the optimizer is created": {
         f"{OPTIMIZER}/algorithms/test_optimizer_algorithms.py": ["an_algorithm_that_needs_whole_parameters"],
         f"{OPTIMIZER}/algorithms/test_muon.py": ["matrices_go_to_muon", "shards_that_may_cut_matrices"],
         f"{OPTIMIZER}/norm/test_clip_grads.py": ["a_collection_that_spans_the_model"],
