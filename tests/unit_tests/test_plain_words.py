@@ -61,7 +61,7 @@ ABOVE: dict[tuple[str, str], int] = {
     ("benchmarks", "error"): 4,
     ("core_plan", "error"): 2,
     ("core_train", "error"): 2,
-    ("README.md", "page"): 3,
+    ("README.md", "page"): 2,
 }
 ROOMS = sorted(
     path.relative_to(ROOT).as_posix()
