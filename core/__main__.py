@@ -27,7 +27,8 @@ USAGE = "\n".join(
         *(f"  {word:14}{text}" for word, (_, _, text) in WORDS.items()),
         "",
         "modules, each with --help:",
-        "  python -m core.checkpoint         inspect checkpoints, check each byte, turn them into other files",
+        "  python -m core.checkpoint         inspect checkpoints, check each byte",
+        "  python -m core_compat.convert     turn checkpoints into other programs' files, and back",
         "  python -m core_compat.megatron    run a program that imports megatron.core",
         "  python -m core_compat.colossalai  run a program that imports colossalai",
     ]

@@ -6,27 +6,17 @@ from core.checkpoint.load import LoadReport, load_checkpoint
 from core.checkpoint.save import save_checkpoint
 from core.checkpoint.saver import CheckpointSaver, SaveReport
 from core.checkpoint.stop_signal import StopSignal
-from core.checkpoint.tree import OptimizerState, ShardedObject, ShardedTensor, ShardedTensorFactory
-from core.checkpoint.tree_files import LoadedTree, load_tree, module_tree, save_tree
 
 __all__ = [
     "CheckpointError",
     "CheckpointNotFound",
     "CheckpointSaver",
     "LoadReport",
-    "LoadedTree",
-    "OptimizerState",
     "SaveReport",
-    "ShardedObject",
-    "ShardedTensor",
-    "ShardedTensorFactory",
     "StopSignal",
     "find_intact",
     "latest_step",
     "list_steps",
     "load_checkpoint",
-    "load_tree",
-    "module_tree",
     "save_checkpoint",
-    "save_tree",
 ]

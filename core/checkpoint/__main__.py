@@ -1,4 +1,4 @@
-"""``python -m core inspect|verify|convert``: inspect checkpoints, verify every byte, or convert them to other files.
+"""``python -m core inspect`` and ``python -m core.checkpoint verify``: inspect checkpoints, or verify every byte.
 
 No ranks are started and no model is built. A damaged checkpoint is shown as far as it can be trusted.
 """
@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from core.checkpoint import convert
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.inspection import inspect, verify
 
@@ -20,7 +19,7 @@ INTACT, DAMAGED, USAGE_ERROR, NOT_READ = 0, 1, 2, 141  # 141: as a shell names a
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run the chosen command, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m core.checkpoint", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect|verify|convert")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect|verify")
 
     looking = commands.add_parser(
         "inspect", prog="python -m core inspect", help="print steps, layout, tensors and sizes"
@@ -32,10 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checking = commands.add_parser("verify", help="read every byte; exit status 1 if any is not as it was saved")
     _add_place(checking)
     checking.set_defaults(run=lambda options: verify(options.place, options.step, _print))
-
-    converting = commands.add_parser("convert", help="from and to a plain state_dict or safetensors files")
-    convert.add_arguments(converting)
-    converting.set_defaults(run=convert.run)
 
     options = parser.parse_args(arguments)
     try:

@@ -27,6 +27,7 @@ from core.checkpoint.weights.sharded import runs_by_size, write_shards
 
 SINGLE_NAME, INDEX_NAME = model_names(use_safetensors=True)
 PLAIN_SUFFIXES = (".pt", ".pth", ".bin")
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -163,3 +164,12 @@ def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes:
         directory.rmdir()  # checked before: it is empty
     os.replace(partial, directory)
     return names
+
+
+def parse_size(text: str) -> int:
+    """Parse a size in bytes: '5GB' (decimal), '5GiB' or '5000000'. Raise ValueError for other texts and for 0."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    size = int(float(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0
+    if size < 1:
+        raise ValueError(f"{text!r} is no size; write for example 5GB, 500MiB or a number of bytes")
+    return size

@@ -69,8 +69,8 @@ transformer.module .modules Float16Module param_is_not_shared
 transformer.moe.moe_utils core.moe MoEAuxLossAutoScaler .tools get_default_pg_collection
 
 dist_checkpointing @dist_checkpointing.serialization @dist_checkpointing.core
-    core.checkpoint.tree ShardedTensor ShardedObject LocalNonpersistentObject
-dist_checkpointing.mapping core.checkpoint.tree ShardedTensor ShardedObject ShardedTensorFactory
+    core_compat.megatron.tree ShardedTensor ShardedObject LocalNonpersistentObject
+dist_checkpointing.mapping core_compat.megatron.tree ShardedTensor ShardedObject ShardedTensorFactory
     LocalNonpersistentObject StateDict CommonStateDict=StateDict ShardedStateDict=StateDict ReplicaId is_main_replica
     apply_factories
 dist_checkpointing.serialization .checkpoint save load load_common_state_dict load_tensors_metadata
@@ -82,9 +82,10 @@ dist_checkpointing.strategies.torch .checkpoint TorchDistSaveShardedStrategy=Str
     TorchDistLoadShardedStrategy=Strategy
 dist_checkpointing.validation .checkpoint StrictHandling parse_strict_flag=StrictHandling
 dist_checkpointing.core core.checkpoint CheckpointingException=CheckpointError
-    core.checkpoint.tree_files check_is_distributed_checkpoint=is_tree
-dist_checkpointing.utils core.checkpoint.tree add_prefix_for_sharding replace_prefix_for_sharding apply_prefix_mapping
-dist_checkpointing.dict_utils core.checkpoint.tree merge nested_values=leaves_of
+    core_compat.megatron.tree_files check_is_distributed_checkpoint=is_tree
+dist_checkpointing.utils core_compat.megatron.tree add_prefix_for_sharding replace_prefix_for_sharding
+    apply_prefix_mapping
+dist_checkpointing.dict_utils core_compat.megatron.tree merge nested_values=leaves_of
 
 timers .timers Timers Timer
 num_microbatches_calculator .schedules init_num_microbatches_calculator reconfigure_num_microbatches_calculator

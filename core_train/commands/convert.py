@@ -17,7 +17,7 @@ from typing import Any
 
 from core.checkpoint import CheckpointError, save_checkpoint
 from core.checkpoint.bounded_read import parse_json, read_bytes
-from core.checkpoint.convert import parse_size
+from core.checkpoint.plain_files import parse_size
 from core.checkpoint.transformers_files import CONFIG, is_of_transformers, read_transformers, write_transformers
 from core.extras import MissingExtra
 from core.hugging_face.read.directory import look_at

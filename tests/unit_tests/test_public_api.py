@@ -30,6 +30,7 @@ MODULES = (
 )
 OF_APPLICATIONS = (
     *("core_plan", "core_compat.install", "core_compat.megatron", "core_compat.colossalai"),
+    *("core_compat.megatron.tree", "core_compat.megatron.tree_files"),
     *(f"core_compat.megatron.faces.{name}" for name in ("hyper_comm_grid", "timers", "microbatches")),
 )
 # Objects that a loop holds. Their methods are public as far as a page of the docs calls them.

@@ -137,7 +137,7 @@ def _read_torch(path: Path, source: Any, **options: Any) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointDamaged(
             f"{path} holds other things than tensors ({code_in(error)}), and reading them can run code; if you "
-            "trust those who made it, make a plain file of it: python -m core.checkpoint convert "
+            "trust those who made it, make a plain file of it: python -m core_compat.convert "
             "--trust-foreign-files"
         ) from None
     except Exception as error:  # error classes differ between versions of torch and safetensors

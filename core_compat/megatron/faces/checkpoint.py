@@ -6,7 +6,7 @@ import enum
 import logging
 from typing import Any
 
-from core.checkpoint import tree_files as ours
+from core_compat.megatron import tree_files as ours
 from core_compat.megatron.faces.refusals import arguments
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from core import optimizer as ours
-from core.checkpoint import OptimizerState
 from core.distributed import DistributedDataParallel as OurWrapper
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.finalize_model_grads import wrapped_chunks
@@ -21,6 +20,7 @@ from core_compat.megatron.faces import configs
 from core_compat.megatron.faces.buffers import BufferList, partition_buckets
 from core_compat.megatron.faces.checkpoint import sharded_state_dict
 from core_compat.megatron.faces.refusals import arguments, never_made, refusal
+from core_compat.megatron.tree import OptimizerState
 
 
 class DistributedDataParallel(OurWrapper):

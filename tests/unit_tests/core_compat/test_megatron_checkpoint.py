@@ -11,7 +11,8 @@ import torch
 import core_compat.megatron as mcore
 from core import parallel_state
 from core.checkpoint import CheckpointError
-from core.checkpoint.tree import (
+from core_compat.megatron.faces.checkpoint import StrictHandling
+from core_compat.megatron.tree import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
@@ -20,7 +21,6 @@ from core.checkpoint.tree import (
     apply_prefix_mapping,
     replace_prefix_for_sharding,
 )
-from core_compat.megatron.faces.checkpoint import StrictHandling
 from tests.unit_tests.core_compat.megatron_like import built
 from tests.unit_tests.ranks import ranks
 

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 import core_compat.megatron as mcore
 from benchmarks import right_megatron
 from benchmarks.right_megatron import Norm, OnTheCPU
-from core.checkpoint.tree_files import module_tree
 from core.groups.process_groups import ProcessGroups
 from core.models.gpt import GPTModel
 from core.transformer import TransformerConfig
 from core_compat.megatron.faces import schedules
 from core_compat.megatron.faces.hyper_comm_grid import HyperCommGrid, RankGenerator
+from core_compat.megatron.tree_files import module_tree
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.core_compat.megatron_page import PAGE
 from tests.unit_tests.peers import import_from

@@ -18,12 +18,12 @@ from torch import Tensor
 
 import core_compat.megatron as mcore
 from core.checkpoint import CheckpointError
-from core.checkpoint.__main__ import main
-from core.checkpoint.megatron_files import MegatronReader
 from core.checkpoint.transformers_files import load_pretrained, save_pretrained
-from core.checkpoint.tree_files import module_tree
 from core.models.gpt import GPTModel
 from core.transformer import TransformerConfig
+from core_compat.convert import main
+from core_compat.megatron.torch_dist import MegatronReader
+from core_compat.megatron.tree_files import module_tree
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.ranks import ranks
 
@@ -120,7 +120,7 @@ def test_weights_of_megatrons_files_come_into_slices(rank: int, world: int, tmp_
 @pytest.mark.parametrize("numbered", [False, True])
 def test_the_command_makes_a_state_dict_by_our_names_of_megatrons_files(tmp_path: Path, numbered: bool) -> None:
     write(tmp_path, {**theirs(numbered), "optimizer.state.exp_avg.output_layer.weight": torch.ones(2)}, {})
-    assert main(["convert", str(tmp_path), str(tmp_path / "weights.pt")]) == 0
+    assert main([str(tmp_path), str(tmp_path / "weights.pt")]) == 0
     found = torch.load(tmp_path / "weights.pt")
     stacked = theirs(False)
     assert len(found) == 3 + 6 * LAYERS and torch.equal(found["output_layer.weight"], stacked["output_layer.weight"])

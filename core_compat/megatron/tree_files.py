@@ -1,7 +1,7 @@
 """save_tree and load_tree: a tree of sharded tensors and plain values in one directory, durable and for any layout.
 
 A directory has one checkpoint in the format of core.checkpoint, and every byte is verified when it is loaded. Loading
-also supports directories written by Megatron's dist_checkpointing, including optimizer states; see megatron_files.
+also supports directories written by Megatron's dist_checkpointing, including optimizer states; see torch_dist.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from core.checkpoint.errors import CheckpointError
 from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices
 from core.checkpoint.load import load_checkpoint, put_in_place
 from core.checkpoint.load_plan import LoadPlan
-from core.checkpoint.megatron_files import (
+from core.checkpoint.pieces import Piece, box_view, groups_of, module_of
+from core.checkpoint.planners import PieceLoadPlanner, PieceSavePlanner, blob_keys, tensor_records
+from core.checkpoint.root_directory import list_committed
+from core.checkpoint.save import save_checkpoint
+from core.checkpoint.saver import CheckpointSaver
+from core_compat.megatron.torch_dist import (
     MegatronReader,
     is_megatrons,
     layers_lacking,
@@ -37,12 +42,7 @@ from core.checkpoint.megatron_files import (
     pieces_in,
     plan_states,
 )
-from core.checkpoint.pieces import Piece, box_view, groups_of, module_of
-from core.checkpoint.planners import PieceLoadPlanner, PieceSavePlanner, blob_keys, tensor_records
-from core.checkpoint.root_directory import list_committed
-from core.checkpoint.save import save_checkpoint
-from core.checkpoint.saver import CheckpointSaver
-from core.checkpoint.tree import (
+from core_compat.megatron.tree import (
     DROPPED,
     SHARDED,
     LocalNonpersistentObject,
@@ -56,6 +56,8 @@ from core.checkpoint.tree import (
     map_leaves,
     with_saved,
 )
+
+__all__ = ["LoadedTree", "load_tree", "module_tree", "save_tree"]
 
 logger = logging.getLogger(__name__)
 STEP = 0  # step of the only checkpoint in a directory

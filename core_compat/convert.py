@@ -1,4 +1,4 @@
-"""``python -m core.checkpoint convert``: conversion to and from files of other programs. One process, no ranks.
+"""``python -m core_compat.convert``: conversion to and from files of other programs. One process, no ranks.
 
 convert runs/checkpoints weights.pt                     the newest step as a plain state_dict
 convert runs/checkpoints hf --to safetensors            safetensors with an index, 5 GB a file
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from core.checkpoint.directory import find_intact
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.manifest import METADATA_NAME
-from core.checkpoint.megatron_files import MegatronReader, is_megatrons, weights_in
 from core.checkpoint.pieces import MODEL, OPTIMIZER, Piece
 from core.checkpoint.plain_files import (
     PLAIN_SUFFIXES,
@@ -33,6 +32,7 @@ from core.checkpoint.plain_files import (
     WholeTensors,
     open_safetensors_files,
     open_state_dict,
+    parse_size,
     write_safetensors,
     write_state_dict,
 )
@@ -40,8 +40,8 @@ from core.checkpoint.planners import PieceLoadPlanner, PieceSavePlanner, tensor_
 from core.checkpoint.root_directory import list_committed
 from core.checkpoint.save import CONTENT_FORMAT, versions
 from core.checkpoint.saver import CheckpointSaver
+from core_compat.megatron.torch_dist import MegatronReader, is_megatrons, weights_in
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -146,19 +146,6 @@ def write_checkpoint(root: Path, source: WholeTensors, *, step: int, origin: str
     return report.directory
 
 
-def parse_size(text: str) -> int:
-    """Parse a size in bytes: '5GB' (decimal), '5GiB' or '5000000'. Raises ValueError for anything else or less than one
-    byte.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    size = (
-        int(float(match.group(1)) * UNITS[match.group(2).upper()]) if match and match.group(2).upper() in UNITS else 0
-    )
-    if size < 1:
-        raise ValueError(f"{text!r} is no size; write for example 5GB, 500MiB or a number of bytes")
-    return size
-
-
 def kind_of(path: Path) -> str | None:
     """Detect the format of a path from its contents or its name, or return ``None`` if it is unknown.
 
@@ -216,9 +203,12 @@ def open_source(
     return open_checkpoint(path, step, masters=masters)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to a parser."""
-    parser.description = "Turn a checkpoint into files that other programs read, or such files into a checkpoint."
+def parser() -> argparse.ArgumentParser:
+    """Return a parser of the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m core_compat.convert",
+        description="Turn a checkpoint into files that other programs read, or such files into a checkpoint.",
+    )
     parser.add_argument("source", type=Path, help="checkpoint root or step, Megatron's, .pt/.pth/.bin, or safetensors")
     parser.add_argument("target", type=Path, help="a file ending in .pt/.pth/.bin, or a directory")
     parser.add_argument("--to", choices=("checkpoint", "state_dict", "safetensors"), help="what to write at the target")
@@ -229,16 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", action="store_true", help="state_dict: also the optimizer's state, by name")
     parser.add_argument("--trust-foreign-files", action="store_true", help="read files that can run code: pickles")
     parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file (default 5GB)")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the conversion. Return 0, or 1 after printing one line to stderr."""
-    try:
-        print(convert(options))
-    except (CheckpointError, ValueError, OSError) as error:
-        print(f"convert: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return parser
 
 
 def convert(options: argparse.Namespace) -> str:
@@ -283,3 +264,18 @@ def convert(options: argparse.Namespace) -> str:
         return f"{target}: {count} tensors in {len(files)} file{'s' * (len(files) > 1)}"
     directory = write_checkpoint(target, source, step=options.as_step, origin=source_path.name)
     return f"{directory}: {count} tensors, step {options.as_step}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert according to the command line. Return 0, or 1 after printing one line to stderr."""
+    options = parser().parse_args(arguments)
+    try:
+        print(convert(options))
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

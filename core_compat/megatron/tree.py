@@ -14,6 +14,8 @@ from torch import Tensor
 
 from core.checkpoint.pieces import Piece
 
+__all__ = ["OptimizerState", "ShardedObject", "ShardedTensor", "ShardedTensorFactory"]
+
 StateDict = dict[str, Any]
 ReplicaId = Any  # a number or a tuple of numbers; the main replica has only zeros
 

@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from core.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from core.checkpoint.__main__ import main
-from core.checkpoint.convert import add_arguments, convert, open_source, parse_size, run
+from core.checkpoint.plain_files import parse_size
 from core.checkpoint.weights.sharded import runs_by_size
 from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
+from core_compat.convert import convert, main, open_source, parser
 from tests.unit_tests.checkpoint.checkpoint_reference import (
     Layout,
     assert_planted,
@@ -34,9 +34,7 @@ ADAM = {"exp_avg", "exp_avg_sq", "step"}
 
 
 def options(*words: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args([str(word) for word in words])
+    return parser().parse_args([str(word) for word in words])
 
 
 def planted_model(dtype: torch.dtype = torch.float32) -> GPTModel:
@@ -58,7 +56,7 @@ def test_a_checkpoint_of_one_process_becomes_its_state_dict_and_back(
 ) -> None:
     model = planted_model(torch.bfloat16)
     save_checkpoint(tmp_path / "root", 4, [model])
-    assert main(["convert", str(tmp_path / "root"), str(tmp_path / "weights.pt")]) == 0
+    assert main([str(tmp_path / "root"), str(tmp_path / "weights.pt")]) == 0
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert_same(found, model.state_dict())
     assert "tensors" in capsys.readouterr().out and not list(tmp_path.glob(".*"))
@@ -188,7 +186,7 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(
         ((tmp_path / "junk.safetensors", tmp_path / "x"), "junk.safetensors is not a complete safetensors file"),
         ((tmp_path / "root", tmp_path / "x", "--to", "safetensors", "--max-shard-size", "2PB"), "'2PB' is no size"),
     ]:
-        assert run(options(*words)) == 1
+        assert main([str(word) for word in words]) == 1
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
     assert sorted(tmp_path.rglob("*")) == before
