@@ -419,10 +419,10 @@ def main(arguments: Sequence[str]) -> int:
     """Check programs and print the findings. Return 2 if a file cannot be read, else 1 if something is absent,
     else 0.
     """
-    asked = bool({"-h", "--help"} & set(arguments))
-    if asked or not arguments:
+    wants_help = bool({"-h", "--help"} & set(arguments))
+    if wants_help or not arguments:
         print(USAGE)
-        return 0 if asked else 2
+        return 0 if wants_help else 2
     try:
         programs = programs_in([Path(each) for each in arguments])
     except OSError as error:

@@ -27,8 +27,8 @@ class ProcessGroupMesh:
         if math.prod(size) != dist.get_world_size():
             raise ValueError(f"a mesh of {size} has {math.prod(size)} ranks, and the world {dist.get_world_size()}")
         self.shape, self.rank = tuple(size), dist.get_rank()
-        self._given = {_rows(axis, None, self.shape): group for axis, group in (groups or {}).items()}
-        self._groups: dict[Any, Any] = dict(self._given)
+        self._existing = {_rows(axis, None, self.shape): group for axis, group in (groups or {}).items()}
+        self._groups: dict[Any, Any] = dict(self._existing)
 
     def size(self, dim: int | None = None) -> int | Coordinate:
         return self.shape if dim is None else self.shape[dim]
@@ -86,9 +86,9 @@ class ProcessGroupMesh:
     def destroy_mesh_process_groups(self) -> None:
         """Destroy this rank's groups that the mesh has created."""
         for rows, group in self._groups.items():
-            if group is not None and group is not self._given.get(rows):
+            if group is not None and group is not self._existing.get(rows):
                 dist.destroy_process_group(group)
-        self._groups = dict(self._given)
+        self._groups = dict(self._existing)
 
 
 def _rows(axis: Any, places: Any, shape: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:

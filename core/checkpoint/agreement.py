@@ -98,18 +98,18 @@ class Ranks:
             raise CheckpointError(self.joined(errors))
 
     def agree_on_arguments(
-        self, wrong: str | None, alike: Mapping[str, Any], kind: type[Exception] = ValueError
+        self, error: str | None, shared: Mapping[str, Any], kind: type[Exception] = ValueError
     ) -> None:
         """Raise the same error of class ``kind`` on all ranks if arguments are invalid on any rank or differ between
         ranks.
 
-        ``wrong`` is the error text if this rank's arguments are invalid, and ``alike`` has the arguments that must be
+        ``error`` is the error text if this rank's arguments are invalid, and ``shared`` has the arguments that must be
         the same on every rank, by name.
         """
-        everybody = self.gather((wrong, dict(alike) if wrong is None else {}))
+        everybody = self.gather((error, dict(shared) if error is None else {}))
         if any(text is not None for text, _ in everybody):
             raise kind(self.joined([text for text, _ in everybody]))
-        for name in alike:
+        for name in shared:
             values = [given[name] for _, given in everybody]
             odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
             if odd is not None:

@@ -58,9 +58,9 @@ def algorithm_keys(member: torch.optim.Optimizer, group: dict[str, Any]) -> Algo
     except Exception as error:
         logger.debug("no other %s could be built and stepped: %s", type(member).__name__, error)
         return None
-    held = {key: value for key, value in state.items() if value is not None}
+    state_after_step = {key: value for key, value in state.items() if value is not None}
     return AlgorithmKeys(
-        frozenset(held),
-        frozenset(key for key, value in held.items() if is_number(value)),
-        frozenset(key for key, value in held.items() if isinstance(value, (bool, int, float))),
+        frozenset(state_after_step),
+        frozenset(key for key, value in state_after_step.items() if is_number(value)),
+        frozenset(key for key, value in state_after_step.items() if isinstance(value, (bool, int, float))),
     )

@@ -73,17 +73,17 @@ def _full_shape(local_shape: Sequence[int], splits: Iterable[Split]) -> Index:
         if split.dim in seen:
             raise ValueError(f"dimension {split.dim} of a tensor of shape {list(local_shape)} is split twice")
         seen.add(split.dim)
-        held = local_shape[split.dim] * split.ranks
-        length = held if split.length is None else split.length
+        padded = local_shape[split.dim] * split.ranks
+        length = padded if split.length is None else split.length
         if split.stride < 1 or local_shape[split.dim] % split.stride or length % split.stride:
             raise ValueError(
                 f"dimension {split.dim}, {local_shape[split.dim]} here and {length} in all, does not divide into "
                 f"{split.stride} sections (partition_stride)"
             )
-        if length > held:
+        if length > padded:
             raise ValueError(
                 f"dimension {split.dim} has length {length} in all and {split.ranks} ranks hold "
-                f"{local_shape[split.dim]} each, {held} together"
+                f"{local_shape[split.dim]} each, {padded} together"
             )
         shape[split.dim] = length
     return tuple(shape)

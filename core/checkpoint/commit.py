@@ -60,18 +60,18 @@ class KnownIntact:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Path, list[tuple[str, int, int]]] = {}
+        self._checked: dict[Path, list[tuple[str, int, int]]] = {}
 
     def add(self, directory: Path) -> None:
         """Record a directory that was just written."""
-        self._seen[directory] = _sizes_and_times(directory)
+        self._checked[directory] = _sizes_and_times(directory)
 
     def is_intact(self, directory: Path) -> bool:
         """Return ``True`` if every byte is as saved."""
         now = _sizes_and_times(directory)
-        if self._seen.get(directory) != now and check_directory(directory):
+        if self._checked.get(directory) != now and check_directory(directory):
             return False
-        self._seen[directory] = now
+        self._checked[directory] = now
         return True
 
 

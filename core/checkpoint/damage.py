@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from core.checkpoint.bounded_read import crc32_of, inflates, open_regular, read_bytes
 from core.checkpoint.errors import explain
-from core.checkpoint.item_content import wrong_content
+from core.checkpoint.item_content import content_error
 from core.checkpoint.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
@@ -84,7 +84,7 @@ def damage_of(directory: Path, record: FileRecord, manifest: Manifest) -> Damage
             inflated = tuple(part.name for part in record.segments if inflates(stream, part.offset, part.length))
             if inflated:
                 return _damage(record, "would inflate to more than its bytes", inflated)
-            return _wrong_item(stream, record, manifest)
+            return _item_error(stream, record, manifest)
     except FileNotFoundError:
         return _damage(record, "is missing", record.names())
     except OSError as error:
@@ -123,11 +123,11 @@ def _damage(record: FileRecord, what: str, names: tuple[str, ...]) -> Damage:
     return Damage(record.name, what, names, record.rank)
 
 
-def _wrong_item(stream: BinaryIO, record: FileRecord, manifest: Manifest) -> Damage | None:
+def _item_error(stream: BinaryIO, record: FileRecord, manifest: Manifest) -> Damage | None:
     for part in record.segments:
         if part.box is None:  # not a tensor, or in torch's own index
             continue
-        wrong = wrong_content(stream, part.offset, part.length, part.box[1], manifest.tensors[part.name].dtype)
-        if wrong is not None:
-            return _damage(record, f"holds something else: an item {wrong}", (part.name,))
+        problem = content_error(stream, part.offset, part.length, part.box[1], manifest.tensors[part.name].dtype)
+        if problem is not None:
+            return _damage(record, f"holds something else: an item {problem}", (part.name,))
     return None

@@ -97,12 +97,12 @@ def find_intact(
         CheckpointDamaged: If the checkpoint is damaged. The text is the same on every rank.
     """
     ranks = Ranks(group)
-    wrong = None
+    problem = None
     if not isinstance(root, (str, os.PathLike)):
-        wrong = f"root is {root!r}; it is the path of a directory"
+        problem = f"root is {root!r}; it is the path of a directory"
     elif step is not None and whole_number(step) is None:
-        wrong = f"step is {step!r}; expected an integer, or None for the newest checkpoint"
-    ranks.agree_on_arguments(wrong, {"step": step}, CheckpointError)
+        problem = f"step is {step!r}; expected an integer, or None for the newest checkpoint"
+    ranks.agree_on_arguments(problem, {"step": step}, CheckpointError)
     path = Path(os.path.realpath(root))
     until = time.monotonic() + RELIST_S
     while True:

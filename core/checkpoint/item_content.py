@@ -17,7 +17,7 @@ from core.checkpoint.errors import code_in
 LONGEST_PICKLE = 16 << 10  # bytes; a tensor's pickle has a few hundred
 
 
-def wrong_content(stream: BinaryIO, start: int, length: int, shape: Sequence[int], dtype: str) -> str | None:
+def content_error(stream: BinaryIO, start: int, length: int, shape: Sequence[int], dtype: str) -> str | None:
     """Describe how an item differs from the tensor in the manifest, or return ``None`` if it matches."""
     try:
         sizes = entries_of(stream, start, length)

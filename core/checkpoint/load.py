@@ -32,9 +32,9 @@ from core.checkpoint.save import (
     CONTENT_FORMAT,
     LAYOUT_AXES,
     checked_chunks,
-    given_by_some,
     layout_of,
     loss_scaler_of,
+    passed_by_some,
     settle,
     words_of,
 )
@@ -146,12 +146,12 @@ def load_checkpoint(
 
     planner.pieces, plan.pieces = [], []  # staging memory is freed once it is copied into place
     meta = directory.meta
-    random_state, wrong = None, None
+    random_state, random_error = None, None
     try:
         random_state = None if random_name is None else read_random_state(planner.blobs[random_name])
     except Exception as failure:  # a forged file can raise any exception, and the other ranks wait
-        wrong = f"cannot load {directory.path}: '{random_name}' holds no random state: {words_of(failure)}"
-    ranks.agree(wrong)
+        random_error = f"cannot load {directory.path}: '{random_name}' holds no random state: {words_of(failure)}"
+    ranks.agree(random_error)
     ranks.agree(_load_numbers(directory, optimizer, scheduler, loss_scaler_of(optimizer)))
     put_in_place(chunks, optimizer, plan)
     if meta.get("scheduler") is not None:
@@ -206,7 +206,7 @@ def _refuse_together(
     failures = [failure for failure, *_ in everybody if failure is not None]
     if failures:
         raise CheckpointError(ranks.joined([failure for failure, *_ in everybody]))
-    if (text := given_by_some([theirs for *_, theirs in everybody])) is not None:
+    if (text := passed_by_some([theirs for *_, theirs in everybody])) is not None:
         raise CheckpointError(f"cannot load {directory.path}: {text}. Nothing was changed")
     problems = list(dict.fromkeys(problem for _, found, _, _ in everybody for problem in found))
     used = set().union(*(names for _, _, names, _ in everybody))

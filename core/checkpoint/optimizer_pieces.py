@@ -82,12 +82,12 @@ def entries_of(optimizer: Any, chunks: Sequence[Any], tensors: Sequence[LocalTen
                 "core.optimizer.get_megatron_optimizer, which takes any torch.optim class"
             )
         by_name = {name: by_param[key] for key, name in leaf.names.items() if key in by_param}
-        for name, held in leaf.state_by_parameter().items():
+        for name, ranges in leaf.state_by_parameter().items():
             if name not in by_name:
                 raise ValueError(
                     f"the optimizer holds state of {name!r}, which is no parameter of the model chunks that were passed"
                 )
-            for entry in held:
+            for entry in ranges:
                 state = {key: value for key, value in entry.items() if key not in PLACE and value is not None}
                 place = entry["offset"], entry["numel"]
                 found.append(Entry(leaf, name, by_name[name], *place, state, elements_of(entry)))

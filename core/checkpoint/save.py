@@ -30,7 +30,7 @@ from core.checkpoint.optimizer_pieces import (
 from core.checkpoint.pieces import Piece, groups_of, local_tensors, model_pieces, module_of, tied_names
 from core.checkpoint.planners import PieceSavePlanner
 from core.checkpoint.random_state import random_key, save_random_state
-from core.checkpoint.save_arguments import checked_step, wrong_keep_last
+from core.checkpoint.save_arguments import checked_step, keep_last_error
 from core.checkpoint.saver import CheckpointSaver, SaveReport
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import AXES
@@ -98,7 +98,7 @@ def save_checkpoint(
     ranks.agree_on_arguments(error, {"extra": json.dumps(meta.get("extra"), sort_keys=True)}, CheckpointError)
     holds = {"a saver": saver is not None, "an optimizer": optimizer is not None, "a scheduler": scheduler is not None}
     everybody = ranks.gather((tied_names(chunks), holds))
-    ranks.agree(given_by_some([given for _, given in everybody]))
+    ranks.agree(passed_by_some([given for _, given in everybody]))
     meta["tied"] = {name: kept for names, _ in everybody for name, kept in names.items()}
     fill = partial(ranks.write, PieceSavePlanner(pieces, blobs))
     if saver is not None:
@@ -111,7 +111,7 @@ def _check_saver(saver: CheckpointSaver | None, root: str | os.PathLike[str], ke
     """Raise ValueError if a saver cannot be created from these arguments, or the given saver contradicts them."""
     if not isinstance(root, (str, os.PathLike)):
         raise ValueError(f"root is {root!r}; it is the path of a directory")
-    if (text := wrong_keep_last(keep_last)) is not None:
+    if (text := keep_last_error(keep_last)) is not None:
         raise ValueError(text)
     if saver is None:
         return
@@ -125,7 +125,7 @@ def _check_saver(saver: CheckpointSaver | None, root: str | os.PathLike[str], ke
         )
 
 
-def given_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:
+def passed_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:
     """Return an error text if only some ranks passed an optimizer or the like, since state would be missing."""
     for what in everybody[0]:
         without = [rank for rank, given in enumerate(everybody) if not given[what]]

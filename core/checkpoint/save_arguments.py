@@ -11,11 +11,11 @@ from typing import Any
 FILE_BYTES = 4 << 30  # a rank starts a new data file after this many bytes
 
 
-def wrong_option(given: Mapping[str, Any]) -> str | None:
+def option_error(given: Mapping[str, Any]) -> str | None:
     """Describe the first invalid argument of a CheckpointSaver and its allowed values, or return ``None``."""
     if not isinstance(given["root"], (str, os.PathLike)):
         return f"root={given['root']!r}; it is the path of a directory."
-    if (text := wrong_keep_last(given["keep_last"])) is not None:
+    if (text := keep_last_error(given["keep_last"])) is not None:
         return text
     if not isinstance(given["asynchronous"], bool):
         return f"asynchronous={given['asynchronous']!r}; it is True or False."
@@ -31,7 +31,7 @@ def wrong_option(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def wrong_keep_last(keep_last: Any) -> str | None:
+def keep_last_error(keep_last: Any) -> str | None:
     """Return an error text if ``keep_last`` is invalid, else ``None``."""
     if keep_last is None:
         return None

@@ -20,7 +20,7 @@ from core.checkpoint.commit import KnownIntact
 from core.checkpoint.errors import CheckpointError, amount, explain, free_bytes
 from core.checkpoint.pending_save import PendingSave
 from core.checkpoint.root_directory import TOKEN, RootDirectory, SharedHold, list_committed
-from core.checkpoint.save_arguments import FILE_BYTES, checked_meta, checked_step, wrong_option
+from core.checkpoint.save_arguments import FILE_BYTES, checked_meta, checked_step, option_error
 from core.checkpoint.snapshot import SnapshotMemory
 from core.checkpoint.staging_writer import StagingWriter
 from core.watch.warn_user import warn_user
@@ -105,8 +105,8 @@ class CheckpointSaver:
         given = locals()
         self.ranks = Ranks(group)
         # Each of these decides which collectives a rank calls, or which rank deletes.
-        alike = {"keep_last": keep_last, "asynchronous": asynchronous, "on_error": on_error}
-        self.ranks.agree_on_arguments(wrong_option(given), alike)
+        shared = {"keep_last": keep_last, "asynchronous": asynchronous, "on_error": on_error}
+        self.ranks.agree_on_arguments(option_error(given), shared)
         self.root = RootDirectory(root)
         self.keep_last = keep_last
         self.asynchronous = asynchronous
@@ -145,17 +145,17 @@ class CheckpointSaver:
             ValueError: If ``step`` or ``meta`` is invalid on any rank, or ``fill`` did not call ``dcp.save``.
             CheckpointError: If the save failed and ``on_error`` is 'raise'.
         """
-        wrong: str | None = None
+        problem: str | None = None
         kept_meta: dict[str, Any] = {}
         try:
             step = checked_step(step)
             kept_meta = checked_meta(meta)
         except ValueError as failure:  # the others wait in the next gather, and must hear of it
-            wrong = str(failure)
+            problem = str(failure)
         start_s = time.monotonic()
         before = self.wait()
         waited_s = time.monotonic() - start_s if before is not None else 0.0
-        self.ranks.agree_on_arguments(wrong, {"step": step})
+        self.ranks.agree_on_arguments(problem, {"step": step})
         try:
             save = self._begin(step, kept_meta, waited_s)
         except CheckpointError as error:

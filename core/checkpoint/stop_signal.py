@@ -59,8 +59,8 @@ class StopSignal:
         This is a collective with one small all-reduce, until it has returned ``True`` once.
         """
         if self.reason is None and self.ranks.any(self.requested is not None):
-            asked = self.ranks.gather(None if self.requested is None else self.requested.name)
-            named = [f"rank {self.ranks.global_rank(rank)} got {name}" for rank, name in enumerate(asked) if name]
+            received = self.ranks.gather(None if self.requested is None else self.requested.name)
+            named = [f"rank {self.ranks.global_rank(rank)} got {name}" for rank, name in enumerate(received) if name]
             self.reason = ", ".join(named)
         return self.reason is not None
 

@@ -61,7 +61,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         self._torchs = [module for module in modules if isinstance(module, TorchDDP)]
         self._data_group = data_group
         self._norm: Any = None
-        self._held = False
+        self._delays_reductions = False
         self._no_sync = ExitStack()
         weakref.finalize(self, self._no_sync.close)  # a model that outlives this object reduces again
         self.accumulation.optimizer = weakref.ref(self)
@@ -257,11 +257,11 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         """Reduce only in the last microbatch. torch's wrapper decides in forward, so this must be set before it."""
         if self.accumulation.is_last:
             self._no_sync.close()
-            self._held = False
-        elif not self._held:
+            self._delays_reductions = False
+        elif not self._delays_reductions:
             for wrapper in (*self._ours, *self._torchs):
                 self._no_sync.enter_context(wrapper.no_sync())
-            self._held = True
+            self._delays_reductions = True
 
     def _settle(self) -> None:
         """Fully reduce and scale the accumulated gradient, once per cycle, before clipping or the step."""

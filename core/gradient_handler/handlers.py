@@ -218,8 +218,8 @@ class PipelineSharedModuleGradientHandler(GroupGradientHandler):
             contract, bucket = next(
                 (contract, bucket)
                 for bucket in engine.reducer.buckets
-                for held, contract in zip(bucket.params, bucket.contracts, strict=True)
-                if held is param
+                for owned, contract in zip(bucket.params, bucket.contracts, strict=True)
+                if owned is param
             )
             if contract.crosses_stages:
                 return ContractError(

@@ -130,8 +130,8 @@ class LooseReduction:
                 grad.mul_(gradient.scale)
         for (group, served), codes in zip(self.shared.items(), agreed, strict=True):
             for dtype in dict.fromkeys(code for code in codes if code not in (MISSING, FROZEN)):
-                alike = [g for g, code in zip(served, codes, strict=True) if code == dtype]
-                self._reduce(alike, GRAD_DTYPES[dtype - 1], group)
+                same_dtype = [g for g, code in zip(served, codes, strict=True) if code == dtype]
+                self._reduce(same_dtype, GRAD_DTYPES[dtype - 1], group)
 
     def _reduce(self, gradients: Sequence[LooseGradient], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
         """Sum gradients of one dtype over one group."""

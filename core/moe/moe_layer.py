@@ -77,8 +77,8 @@ class MoELayer(nn.Module):
         sequences = hidden.shape[1]
         tokens = rearrange(hidden, "s b h -> (s b) h")
         probs, choices = self.router(tokens, sequences)
-        way = self.dispatcher.dispatch(tokens, probs, choices)
-        output = self.dispatcher.combine(self.experts(way.tokens, way.tokens_per_expert), way)
+        routed = self.dispatcher.dispatch(tokens, probs, choices)
+        output = self.dispatcher.combine(self.experts(routed.tokens, routed.tokens_per_expert), routed)
         output = rearrange(output, "(s b) h -> s b h", b=sequences)
         if self.splits_over is not None:
             output = gather_from_sequence_parallel_region(output, False, self.splits_over)

@@ -111,16 +111,16 @@ class AllToAllTokenDispatcher:
             received=received,
         )
 
-    def combine(self, output: Tensor, way: Dispatched) -> Tensor:
+    def combine(self, output: Tensor, routed: Dispatched) -> Tensor:
         """Return the experts' output, [rows, hidden] sorted by local expert, to the tokens, [tokens, hidden].
 
-        ``way`` is the result of ``dispatch``. Collective over 'expt_tp' and 'ep'.
+        ``routed`` is the result of ``dispatch``. Collective over 'expt_tp' and 'ep'.
         """
-        assert way.order is not None, "combine got the way of another dispatcher"
-        rows = output.index_select(0, way.order.argsort())
-        rows = reduce_scatter_rows(rows, way.rows_of_ranks, self.expt_tp)
-        rows = all_to_all_rows(rows, way.received, way.sent, self.ep)
-        return _weighted_sum(rows, way).to(output.dtype)
+        assert routed.order is not None, "combine got the result of another dispatcher"
+        rows = output.index_select(0, routed.order.argsort())
+        rows = reduce_scatter_rows(rows, routed.rows_of_ranks, self.expt_tp)
+        rows = all_to_all_rows(rows, routed.received, routed.sent, self.ep)
+        return _weighted_sum(rows, routed).to(output.dtype)
 
 
 class AllGatherTokenDispatcher:
@@ -162,17 +162,17 @@ class AllGatherTokenDispatcher:
             rows_of_ranks=rows_of_ranks,
         )
 
-    def combine(self, output: Tensor, way: Dispatched) -> Tensor:
+    def combine(self, output: Tensor, routed: Dispatched) -> Tensor:
         """Return the experts' output, [rows, hidden] sorted by local expert, to the tokens, [tokens, hidden].
 
-        ``way`` is the result of ``dispatch``. Collective over 'tp_ep'.
+        ``routed`` is the result of ``dispatch``. Collective over 'tp_ep'.
         """
-        return reduce_scatter_rows(_weighted_sum(output, way).to(output.dtype), way.rows_of_ranks, self.group)
+        return reduce_scatter_rows(_weighted_sum(output, routed).to(output.dtype), routed.rows_of_ranks, self.group)
 
 
-def _weighted_sum(rows: Tensor, way: Dispatched) -> Tensor:
-    weighted = rows * way.weights.unsqueeze(1)
-    return weighted.new_zeros(way.num_tokens, rows.shape[1]).index_add(0, way.token_of_row, weighted)
+def _weighted_sum(rows: Tensor, routed: Dispatched) -> Tensor:
+    weighted = rows * routed.weights.unsqueeze(1)
+    return weighted.new_zeros(routed.num_tokens, rows.shape[1]).index_add(0, routed.token_of_row, weighted)
 
 
 def build_dispatcher(

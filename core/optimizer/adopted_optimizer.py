@@ -84,7 +84,7 @@ class AdoptedOptimizer(DistributedOptimizer):
         user.state.clear()
         super().__init__(config, chunks, groups, all_rank_groups(chunks[0].groups))
         if before:
-            self._take_over(before)
+            self._shard_state(before)
 
     def _scope_of(self, torch_group: dict[str, Any]) -> Scope:
         return self.scope
@@ -101,7 +101,7 @@ class AdoptedOptimizer(DistributedOptimizer):
     def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
         return self.user
 
-    def _take_over(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
+    def _shard_state(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Cut the state that the user's optimizer had for full parameters into this rank's shards."""
         entries: dict[str, Any] = {}
         for param in itertools.chain.from_iterable(self.user_params):

@@ -227,7 +227,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value  # the next step's
             for masters, factor in zip(self.masters, factors, strict=True):
                 masters.follow_freezing(self.optimizer)
-                masters.take_over_edits()
+                masters.copy_user_edits()
                 masters.record_spent(factor, loss_scale)
         with self._named():
             self._update(InnerStep(self.optimizer, at_once=self.is_coupled), factors)
@@ -443,7 +443,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Return this rank's state by parameter name, as entries over disjoint elements (see optimizer_state.py)."""
         entries: dict[str, list[Entry]] = {}
         for masters in self.masters:
-            masters.take_over_edits()
+            masters.copy_user_edits()
             for segment in masters.segments:
                 for shard, entry in segment_entries(segment, self.optimizer.state.get(segment.master, {})):
                     entries.setdefault(self.names[id(shard.param)], []).append(entry)

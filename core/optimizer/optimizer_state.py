@@ -159,7 +159,7 @@ def load_parts(
         for whole in list(masters.segments):
             whole.moments.clear()
             steps = itertools.groupby(_step_counts(parts[id(shard)]) for shard in whole.shards)
-            for segment in masters.split(whole, [len(list(alike)) for _, alike in steps], inner):
+            for segment in masters.split(whole, [len(list(run)) for _, run in steps], inner):
                 of_segment = [parts[id(shard)] for shard in segment.shards]
                 if segment.storage is not None:  # without a saved master it keeps the parameter's value
                     paired = zip(segment.shards, of_segment, strict=True)

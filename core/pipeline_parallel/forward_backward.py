@@ -94,11 +94,11 @@ def _runner_of(chunks: list[nn.Module], schedule: str | None, groups: ProcessGro
     kept: PipelineRunner | None = getattr(chunks[0], RUNNER, None)
     if kept is not None and kept.kind is find_schedule(name) and _same(kept.chunks, chunks):
         return kept
-    held = groups or getattr(chunks[0], "groups", None) or parallel_state.get_process_groups()
-    pp = held.size("pp")
+    pg = groups or getattr(chunks[0], "groups", None) or parallel_state.get_process_groups()
+    pp = pg.size("pp")
     # The layers of a chunk are up to the model here.
     layout = PipelineLayout((0,) * (pp * len(chunks)), pp, find_schedule(name).placement)
-    runner = PipelineRunner(chunks, layout, _no_step, (), schedule=name, pg_collection=held)
+    runner = PipelineRunner(chunks, layout, _no_step, (), schedule=name, pg_collection=pg)
     setattr(chunks[0], RUNNER, runner)
     return runner
 

@@ -145,8 +145,8 @@ class PipelineLayout:
         """
         middle = pp - (first is not None) - (last is not None)
         each = (num_layers - (first or 0) - (last or 0)) // (middle or 1)
-        held = [each if first is None else first, *[each] * (pp - 2), each if last is None else last][:pp]
-        layout = cls(tuple(count // chunks for count in held) * chunks, pp)
+        per_rank = [each if first is None else first, *[each] * (pp - 2), each if last is None else last][:pp]
+        layout = cls(tuple(count // chunks for count in per_rank) * chunks, pp)
         layout.check_model(num_layers)
         return layout
 

@@ -113,7 +113,7 @@ class Stage(PipelineStage):
             input_args=tuple(received),
             output_args=(LOSS,) if is_last else tuple(sent),
             group=group,
-            dw_builder=self._take_weight_work,
+            dw_builder=self._pop_weight_work,
         )
         self.inputs, self.gradients = Received(), Received()
         self.args_recv_info, self.grad_recv_info = self.inputs, self.gradients
@@ -251,7 +251,7 @@ class Stage(PipelineStage):
         if failed:
             self.fwd_cache.pop(microbatch, None)
             if splits:
-                self.dw_runner[microbatch] = self._take_weight_work()
+                self.dw_runner[microbatch] = self._pop_weight_work()
             self.bwd_cache[microbatch] = tuple(
                 not_finite(form, self.device) if form.requires_grad else None for form in self.forms
             )
@@ -267,7 +267,7 @@ class Stage(PipelineStage):
         mine = dist.get_rank()
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
 
-    def _take_weight_work(self) -> Callable[[], None]:
+    def _pop_weight_work(self) -> Callable[[], None]:
         work, self.weight_work = self.weight_work, []
 
         def run() -> None:

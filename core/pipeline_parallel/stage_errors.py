@@ -54,7 +54,7 @@ class StageErrors:
                 raise
             if watch is not None:
                 watch.report_failure(error)
-            if not self._is_alike(f"{work} {stage} {microbatch} {type(error).__name__}"):
+            if not self._all_failed_here(f"{work} {stage} {microbatch} {type(error).__name__}"):
                 raise
             if self.finding is None:
                 rank = torch.distributed.get_rank()
@@ -78,7 +78,7 @@ class StageErrors:
                 end_waits_of(group)
             raise
 
-    def _is_alike(self, place: str) -> bool:
+    def _all_failed_here(self, place: str) -> bool:
         """Return ``True`` if all ranks that compute this stage together have failed at the same place."""
         names = [name for name in WITHIN_A_STAGE if self.groups.size(name) > 1]
         watch = get_rank_watch()

@@ -151,7 +151,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(dim=0, dtype=grad_bias.dtype)
             del grad_logits  # free this chunk's memory before the next chunk is computed
-        given = None if grad_weight is None or main_grad is not None else _given(grad_weight, ctx.parameter)
+        given = None if grad_weight is None or main_grad is not None else _in_grad_dtype(grad_weight, ctx.parameter)
         return grad_hidden, given, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
 
 
@@ -221,7 +221,7 @@ def _zeros_to_add_to(parameter: Tensor) -> Tensor:
     )
 
 
-def _given(gradient: Tensor, parameter: Tensor) -> Tensor:
+def _in_grad_dtype(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Cast a gradient to the dtype in which autograd accumulates it."""
     return gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
 

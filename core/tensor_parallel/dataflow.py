@@ -113,7 +113,7 @@ class Dataflow(TorchFunctionMode):
     def select(self, whole: Tensor, part: Tensor) -> None:
         """Record that a seam has taken this rank's heads from a replicated output."""
         if whole.requires_grad:
-            self._meet([whole], "a selection of heads")
+            self._mark_partial([whole], "a selection of heads")
         self._roots.pop(id(part), None)
         self._mark_split(part)
 
@@ -157,12 +157,12 @@ class Dataflow(TorchFunctionMode):
             for tensor in outputs:
                 self._mark_split(tensor)
             if any(tensor.requires_grad for tensor in outputs):
-                self._meet(learned, name)
+                self._mark_partial(learned, name)
             return output
         self._pass(inputs, learned, outputs)
         return output
 
-    def _meet(self, learned: list[Tensor], function: str) -> None:
+    def _mark_partial(self, learned: list[Tensor], function: str) -> None:
         """Record that the gradients of these tensors come from this rank's part of a computation."""
         for tensor in learned:
             if self._is_split(tensor):

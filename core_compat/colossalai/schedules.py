@@ -26,14 +26,14 @@ class _Formula(lr_scheduler.LRScheduler):
 
     def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1, **o: Any) -> None:
         self.options, self.warmup_steps, self.after_warmup = o, warmup_steps, total_steps - warmup_steps
-        for wrong, what in (
+        for is_invalid, what in (
             (not 0 <= warmup_steps < total_steps, f"warmup_steps is {warmup_steps}, total_steps {total_steps}; it is"
              " at least 0 and less than total_steps"),
             (not 0 <= o.get("pct_start", 0) <= 1, f"pct_start is {o.get('pct_start')}; it is a share of the steps"),
             (o.get("end_lr", 0) < 0, f"end_lr is {o.get('end_lr')}; a learning rate is not negative"),
             (not o.get("milestones", True), "give milestones: the steps at which the rate falls"),
         ):  # fmt: skip
-            if wrong:
+            if is_invalid:
                 raise ValueError(f"{type(self).__name__}: {what}")
         super().__init__(optimizer, last_epoch)
 

@@ -219,10 +219,10 @@ def layers_of(pieces: Iterable[Piece]) -> set[tuple[str, int]]:
     return {(p.key, p.offset[0] + layer) for p in stacked for layer in range(p.data.shape[0])}
 
 
-def layers_lacking(asked: set[tuple[str, int]], records: Records) -> str | None:
+def layers_lacking(requested: set[tuple[str, int]], records: Records) -> str | None:
     """Return an error text if the file has more layers than all ranks of the model together, else ``None``."""
-    for key in sorted({key for key, _ in asked}):
-        here, there = sum(key == other for other, _ in asked), records[key].size[0]
+    for key in sorted({key for key, _ in requested}):
+        here, there = sum(key == other for other, _ in requested), records[key].size[0]
         if here < there:
             return f"{key!r} has {there} layers in the file and the model {here}; build the model that was saved"
     return None
@@ -258,7 +258,7 @@ def plan_states(optimizer: Any, records: Records, blobs: Iterable[str], common: 
         )
     index: dict[str, Any] = {}
     theirs: dict[str, str] = {}
-    held: set[str] = set()
+    read_names: set[str] = set()
     for local in local_tensors(optimizer.model_chunks):
         name, shape = local.slice.name, local.slice.shape
         keys = [(local.key, name)]
@@ -268,12 +268,12 @@ def plan_states(optimizer: Any, records: Records, blobs: Iterable[str], common: 
             parts = pieces_in(Piece(key, shape, (0,) * len(shape), torch.empty(shape, device="meta")), records)
             if parts:
                 theirs[ours], index[ours] = key, _record(records[parts[0].key].properties.dtype, shape)
-                held |= {part.key for part in parts}
+                read_names |= {part.key for part in parts}
         index |= {f"{OPTIMIZER}.step.{name}": _record(torch.float32, ()) for _ in steps}
     plan = plan_load(optimizer.model_chunks, optimizer, Metadata(index), {})
-    plan.used = held  # names in the file, including master weights, which a full-precision model does not read
-    asked, plan.pieces = plan.pieces, []
-    for piece in asked:
+    plan.used = read_names  # names in the file, including master weights, which a full-precision model does not read
+    requested, plan.pieces = plan.pieces, []
+    for piece in requested:
         if piece.key in theirs:
             plan.pieces += pieces_in(replace(piece, key=theirs[piece.key]), records)
         else:

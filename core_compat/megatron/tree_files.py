@@ -287,8 +287,8 @@ def load_tree(
     optimizers = _optimizers(leaves)
     plans = _plans(optimizers, files, ranks, root) if not files.objects else []
     flat = [piece for found in (*pieces.values(), *(plan.pieces for plan in plans)) for piece in found]
-    asked = objects.union({piece.key for piece in flat}, *(plan.used for plan in plans))
-    everybody = ranks.gather((asked, lacking, layers_of(flat)))
+    requested = objects.union({piece.key for piece in flat}, *(plan.used for plan in plans))
+    everybody = ranks.gather((requested, lacking, layers_of(flat)))
     lacked = sorted(set().union(*(theirs for _, theirs, _ in everybody)))
     unasked = sorted({*files.records, *files.blobs} - {COMMON} - set().union(*(theirs for theirs, _, _ in everybody)))
     if not files.objects:  # Megatron's layers store a state of TransformerEngine next to their weights

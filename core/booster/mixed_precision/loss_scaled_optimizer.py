@@ -35,9 +35,9 @@ class TorchAMPOptimizer(OptimizerWrapper):
             self.param_names = optim.param_names
         for param in self.parameters:
             if type(param) is nn.Parameter:  # FSDP's own classes get their gradients otherwise
-                param.register_post_accumulate_grad_hook(weakly(self._look))
+                param.register_post_accumulate_grad_hook(weakly(self._check_scale))
 
-    def _look(self, param: nn.Parameter) -> None:
+    def _check_scale(self, param: nn.Parameter) -> None:
         if lacks_scale(self.scaler) and self._without_scale is None:
             self._without_scale = param
 

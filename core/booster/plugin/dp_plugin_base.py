@@ -106,12 +106,12 @@ class DPPluginBase(Plugin):
                         "it part of the model's module, and make the optimizer after the model has its final parameters"
                     )
 
-        held = [param for group in optimizer.param_groups for param in group["params"]]
-        if not any(param.requires_grad for param in held):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not any(param.requires_grad for param in params):
             trained = [name for name, param in model.named_parameters() if param.requires_grad]
             others = f", and those that train, the first {trained[0]!r}, are not in it" if trained else ""
             raise ValueError(
-                f"{type(self).__name__}: the optimizer's {len(held)} parameters are frozen in the model{others}; it "
+                f"{type(self).__name__}: the optimizer's {len(params)} parameters are frozen in the model{others}; it "
                 "would change nothing. Make it of the parameters that shall train, after the model has its final ones"
             )
 

@@ -157,8 +157,8 @@ class GeminiPlugin(ZeroPluginBase):
         )
         self.tp_size = tp_size
         self.broadcast_buffers = broadcast_buffers
-        self._given = {name: given[name] for name in (*OF_MODULES, *OF_SLICES)}
-        warn_without_effect("GeminiPlugin", self._given)
+        self._arguments = {name: given[name] for name in (*OF_MODULES, *OF_SLICES)}
+        warn_without_effect("GeminiPlugin", self._arguments)
         of_slices = {name: given[name] for name in OF_SLICES}
         self._check_slices(of_slices)
         self._check_chunks(search_range_m, hidden_dim, min_chunk_size_m, chunk_init_device)
@@ -376,7 +376,7 @@ class GeminiPlugin(ZeroPluginBase):
     @property
     def shard_config(self) -> PluginShardConfig:
         """Configuration of the model's split."""
-        return PluginShardConfig.of(self._given, self.tp_group, self.tp_size)
+        return PluginShardConfig.of(self._arguments, self.tp_group, self.tp_size)
 
     def groups(self) -> ProcessGroups:
         """Return the groups of ``parallel_state``, or create groups at the first call, which is then collective."""

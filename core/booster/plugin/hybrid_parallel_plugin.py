@@ -169,7 +169,7 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
             raise ValueError(f"custom_policy is {custom_policy!r}; expected a core.hugging_face.Policy")
         if use_fp8 and tp_size * pp_size * self.sp_size > 1:
             raise ValueError("use_fp8 supports unsplit linear layers only; set tp_size, pp_size and sp_size to 1")
-        self._given = given
+        self._arguments = given
         self.tp_size, self.pp_size, self.zero_stage = tp_size, pp_size, zero_stage
         self.pp_style = pp_style
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size

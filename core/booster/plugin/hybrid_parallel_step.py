@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
-from core.booster.plugin.label_mean import NUM_ITEMS, add_over_replicas, given_items, share_of
+from core.booster.plugin.label_mean import NUM_ITEMS, add_over_replicas, items_in_batch, share_of
 from core.booster.plugin.microbatches import joined_outputs, microbatches_of
 from core.groups import agree
 from core.groups.process_groups import world_groups
@@ -66,7 +66,7 @@ def run_pipeline(
     outputs: list[Any] = []
     total = count_labels(head, batch)
     if total is not None:
-        total, items = total.to(head.device), given_items(batch, head.device)
+        total, items = total.to(head.device), items_in_batch(batch, head.device)
         total = items if items is not None else add_over_replicas(total, model.data_groups) if trains else total
 
     def forward_step(chunk: nn.Module, microbatch: dict[str, Any], hidden: Any) -> Any:

@@ -48,7 +48,7 @@ class LabelMeanModel(ModelWrapper):
             names = self._positional if args else ()
             count = count_labels(self.unwrap(), {**dict(zip(names, args, strict=False)), **kwargs})
         if count is not None:
-            total = given_items(kwargs, count.device)
+            total = items_in_batch(kwargs, count.device)
             kwargs.pop(NUM_ITEMS, None)
         outputs = self.run_module(*args, **kwargs)
         return outputs if count is None else self._with_loss_of_batch(outputs, count, total)
@@ -99,7 +99,7 @@ def share_of(loss: Tensor, count: Tensor, total: Tensor, parts: int) -> Tensor:
     return kept.to(dtype) * (count * parts / divisor_of_tokens(total)).to(dtype)
 
 
-def given_items(inputs: Any, device: torch.device) -> Tensor | None:
+def items_in_batch(inputs: Any, device: torch.device) -> Tensor | None:
     """Return num_items_in_batch, if the caller passed it: the batch's number of labels, as an fp64 scalar."""
     given = inputs.get(NUM_ITEMS)
     return None if given is None else torch.as_tensor(given, dtype=torch.float64, device=device).reshape(())

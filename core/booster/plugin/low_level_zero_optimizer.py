@@ -234,8 +234,8 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         # Other code, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
         if not done or stepped:
             # A reducer without buckets cannot detect dropped gradients, so only a forward marks a new step.
-            asked = [r for r in reducers if r.buckets or r.state is StepState.AWAITED]
-            if done and not any(reducer.has_new_step for reducer in asked):
+            reducing = [r for r in reducers if r.buckets or r.state is StepState.AWAITED]
+            if done and not any(reducer.has_new_step for reducer in reducing):
                 raise SyncError(
                     "step() (or clipping) came a second time without a backward in between; call zero_grad() and "
                     "booster.backward(loss, optimizer) before each step"

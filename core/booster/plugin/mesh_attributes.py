@@ -94,7 +94,7 @@ class MeshAttributes(ABC):
     dp_outside: bool
     sequence_parallel: str | None
     world_size: int
-    _given: dict[str, Any]
+    _arguments: dict[str, Any]
     _mesh: ProcessGroupMesh | None = None
 
     @abstractmethod
@@ -170,5 +170,5 @@ class MeshAttributes(ABC):
         """Configuration of the model's split."""
         more = {"pipeline_stage_manager": self.stage_manager, "sequence_parallelism_mode": self.sequence_parallel}
         return PluginShardConfig.of(
-            self._given, self.tp_group, self.tp_size, sequence_parallel_process_group=self.sp_group, **more
+            self._arguments, self.tp_group, self.tp_size, sequence_parallel_process_group=self.sp_group, **more
         )

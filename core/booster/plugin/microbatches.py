@@ -54,14 +54,14 @@ def _patches_of(batch: Mapping[str, Any], config: Any, rows: int) -> dict[str, A
         wanted = [int((ids == mark).sum()) * each for ids in batch["input_ids"].split(rows)]
         counts, first = [], 0
         for number in wanted:
-            last, held = first, 0
-            while last < len(sizes) and held < number:
-                held += sizes[last]
+            last, total = first, 0
+            while last < len(sizes) and total < number:
+                total += sizes[last]
                 last += 1
-            if held != number:
+            if total != number:
                 raise ValueError(
                     f"{rows} rows of the batch mark {number // each} places of a {kind}, and the grids that follow "
-                    f"have {held // each}; list the grids in the order of the rows"
+                    f"have {total // each}; list the grids in the order of the rows"
                 )
             counts.append(last - first)
             first = last

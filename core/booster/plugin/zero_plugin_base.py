@@ -311,8 +311,8 @@ class ZeroPluginBase(DPPluginBase):
 
     def _names_in(self, optimizer: Any, model: nn.Module) -> list[list[str]]:
         """Return the parameter names in each optimizer group. Missing parameters are frozen, with a warning."""
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
         if left:
             warn_user(
                 f"{len(left)} parameters of the model, the first {left[0][0]!r}, are not in the optimizer; no "

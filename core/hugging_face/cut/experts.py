@@ -118,12 +118,12 @@ class ExpertsForward(SeamForward):
         first, last = (len(tokens) * place // ranks for place in (rank, rank + 1))
         chosen, weights = chosen[first:last], weights[first:last]
         table = weights.new_zeros(len(chosen), self.num_experts)
-        way = self.dispatcher.dispatch(
+        routed = self.dispatcher.dispatch(
             tokens[first:last],
             table.scatter_add(1, chosen, weights),
             torch.zeros_like(table, dtype=torch.bool).scatter(1, chosen, True),
         )
-        output = self.dispatcher.combine(self._local(way.tokens, way.tokens_per_expert), way)
+        output = self.dispatcher.combine(self._local(routed.tokens, routed.tokens_per_expert), routed)
         return F.pad(output, (0, 0, first, len(tokens) - last)).view_as(hidden)
 
     def _local(self, rows: Tensor, rows_per_expert: list[int]) -> Tensor:

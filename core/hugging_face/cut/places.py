@@ -132,5 +132,5 @@ def _tied(family: str, model: nn.Module, places: Mapping[str, str], lists: Seque
 
 def _layer_of(name: str, lists: Sequence[str]) -> str:
     """Return the name of the layer that contains a module or parameter, or '' outside the lists of layers."""
-    held = next((held for held in lists if name.startswith(held + ".")), None)
-    return "" if held is None else f"{held}.{name.removeprefix(held + '.').partition('.')[0]}"
+    list_name = next((list_name for list_name in lists if name.startswith(list_name + ".")), None)
+    return "" if list_name is None else f"{list_name}.{name.removeprefix(list_name + '.').partition('.')[0]}"

@@ -313,8 +313,8 @@ class Plan:
             lines += [heading, *(f"  {n:>3} x {row}" for row, n in alike.items())]
         cut = sum(math.prod(split.shape) for split in splits)
         rest = sum(math.prod(shape) for shape in self.whole.values())
-        held = rest + sum(math.prod(split.local_shape(tp, self.ep)) for split in splits)
-        lines.append(f"{cut + rest:,} parameters in the model; a rank of {tp} holds {held:,}, {rest:,} of them whole")
+        numel = rest + sum(math.prod(split.local_shape(tp, self.ep)) for split in splits)
+        lines.append(f"{cut + rest:,} parameters in the model; a rank of {tp} holds {numel:,}, {rest:,} of them whole")
         return "\n".join(lines)
 
 

@@ -276,12 +276,12 @@ def read_experts(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
         if _rule_for(name, rules) != EXPERTS:
             continue
         count = getattr(module, "num_experts", None)
-        held = [*module.named_parameters(), *module.named_buffers()]
-        for leaf, tensor in held:
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        for leaf, tensor in tensors:
             if _rule_for(f"{name}.{leaf}", rules) != EXPERT_WEIGHT or tensor.shape[:1] != (count,):
                 raise PlanError(
                     f"{family}: {f'{name}.{leaf}'!r} {list(tensor.shape)} is not one for each of {count} experts, by "
                     "its plan, so its experts cannot be on several ranks; use expert_model_parallel_size=1"
                 )
-        found[name] = {f"{name}.{leaf}": tuple(tensor.shape) for leaf, tensor in held}
+        found[name] = {f"{name}.{leaf}": tuple(tensor.shape) for leaf, tensor in tensors}
     return found

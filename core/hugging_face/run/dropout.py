@@ -77,7 +77,7 @@ class ForwardStream:
     def alike(self) -> Iterator[None]:
         """Let all ranks of tp and cp draw the lowest rank's numbers inside the context. Collective over these ranks."""
         own = current_state()
-        states = agree.gather(own, self._groups_alike(), "the random numbers of generate")
+        states = agree.gather(own, self._groups_with_equal_draws(), "the random numbers of generate")
         first = min(states)
         install_state(states[first])
         try:
@@ -86,7 +86,7 @@ class ForwardStream:
             if first != dist.get_rank():
                 install_state(own)
 
-    def _groups_alike(self) -> list[dist.ProcessGroup]:
+    def _groups_with_equal_draws(self) -> list[dist.ProcessGroup]:
         return [group for group in (self.groups.tp, self.groups.cp) if group is not None]
 
     def _begin(self) -> None:
@@ -95,7 +95,7 @@ class ForwardStream:
         self._has_begun = True
         tracker = get_rng_tracker()
         mine = torch.initial_seed(), SEQUENCE_DROPOUT_STREAM in tracker
-        answers = agree.gather(mine, self._groups_alike(), "the seed of dropout")
+        answers = agree.gather(mine, self._groups_with_equal_draws(), "the seed of dropout")
         seeded = [rank for rank, (_, has_stream) in answers.items() if has_stream]
         if not seeded:
             seed, _ = answers[min(answers)]
@@ -169,8 +169,8 @@ def has_dropout(model: Any) -> bool:
     """Return ``True`` if a module or the config has a dropout probability above 0."""
     config = model.config.get_text_config().to_dict()
     named = [value for name, value in config.items() if "drop" in name]
-    held = [getattr(module, "p", 0.0) for module in model.modules() if isinstance(module, nn.Dropout)]
-    return any(isinstance(value, (int, float)) and value > 0 for value in (*named, *held))
+    probabilities = [getattr(module, "p", 0.0) for module in model.modules() if isinstance(module, nn.Dropout)]
+    return any(isinstance(value, (int, float)) and value > 0 for value in (*named, *probabilities))
 
 
 def drop_parts_apart(model: Any, flow: Dataflow, groups: ProcessGroups) -> None:

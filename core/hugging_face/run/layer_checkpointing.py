@@ -71,8 +71,8 @@ def checkpoint_layers(parts: Sequence[Any], config: GradientCheckpointConfig, li
     """Turn on transformers' own checkpointing in the first layers of each part of a model."""
     for part in parts:
         checkpoint_each_layer(part)
-        held = [layer for name in lists for layer in part.get_submodule(name) if any(True for _ in layer.parameters())]
+        blocks = [layer for name in lists for layer in part.get_submodule(name) if [*layer.parameters()]]
         stage = getattr(getattr(vars(part).get("forward"), "part", None), "index", 0)
-        count = config.layers_of(stage, len(held))
-        for number, layer in enumerate(held):
+        count = config.layers_of(stage, len(blocks))
+        for number, layer in enumerate(blocks):
             layer.gradient_checkpointing = number < count

@@ -57,13 +57,13 @@ def _refuse(
     family: str, where: str, refused: Mapping[str, str], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     for name, why in refused.items():
-        asked = kwargs.get(name)
+        is_requested = kwargs.get(name)
         if name == "return_dict":
-            asked = (model.config.return_dict if asked is None else asked) is False
-        elif asked is None and name != "use_cache":  # models read use_cache from the config only to generate
+            is_requested = (model.config.return_dict if is_requested is None else is_requested) is False
+        elif is_requested is None and name != "use_cache":  # models read use_cache from the config only to generate
             configs = (model.config, model.config.get_text_config())
-            asked = any(getattr(config, name, None) for config in configs)
-        if asked:
+            is_requested = any(getattr(config, name, None) for config in configs)
+        if is_requested:
             raise ValueError(f"{family}, {name} {where}: {why}")
 
 

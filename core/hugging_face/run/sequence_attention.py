@@ -216,17 +216,17 @@ def _documents_of(
     real = torch.ones_like(begins) if attention_mask is None else attention_mask.to(begins.device, torch.bool)
     documents = documents.masked_fill(~real, -1)
     changes = (begins | (real != real.roll(1, -1))).any(0)
-    asked = changes | changes.roll(-1) | (places == 0) | (places == q_length - 1)
+    probes = changes | changes.roll(-1) | (places == 0) | (places == q_length - 1)
     if local_size is not None and local_size < q_length:
-        moved = asked.roll(local_size)
-        asked = asked | moved | moved.roll(-1) | moved.roll(1)
-    asked = asked.nonzero()  # [n, 1]
-    seen = sees(asked, places.unsqueeze(0)) & real[:, None]
+        moved = probes.roll(local_size)
+        probes = probes | moved | moved.roll(-1) | moved.roll(1)
+    probes = probes.nonzero()  # [n, 1]
+    seen = sees(probes, places.unsqueeze(0)) & real[:, None]
     for window in (None, local_size):
-        expected = (documents[:, asked[:, 0], None] == documents[:, None]) & (places <= asked)
+        expected = (documents[:, probes[:, 0], None] == documents[:, None]) & (places <= probes)
         if window is not None:
-            expected &= places > asked - window
-        if not bool(((seen != expected) & real[:, asked[:, 0], None]).any()):
+            expected &= places > probes - window
+        if not bool(((seen != expected) & real[:, probes[:, 0], None]).any()):
             if window is None and not bool((documents != 0).any()):
                 return None
             return documents[:, None, None].expand(-1, 1, 1 + (window or 0), -1)

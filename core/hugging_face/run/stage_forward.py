@@ -59,12 +59,12 @@ class ModelCut:
         return [f"{name}.{i}" for name, n in zip(self.lists, self.counts, strict=True) for i in range(n)]
 
 
-def refuse_router_loss(family: str, model: Any, asked: bool | None = None) -> None:
+def refuse_router_loss(family: str, model: Any, requested: bool | None = None) -> None:
     """Raise PlanError if the routers' loss is requested, because a stage only has its own layers' routers.
 
-    ``asked`` is the forward's argument ``output_router_logits``; ``None`` reads the config.
+    ``requested`` is the forward's argument ``output_router_logits``; ``None`` reads the config.
     """
-    if getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked:
+    if getattr(model.config.get_text_config(), "output_router_logits", False) if requested is None else requested:
         raise PlanError(
             f"{family}: output_router_logits adds a loss of all layers' routers, and a stage has its own layers only; "
             "set output_router_logits=False in the config"
@@ -117,7 +117,7 @@ class StageForward:
         self.entered = int(0 < self.streams.decoder <= self.first)
         try:
             if self.entered:
-                kwargs[GIVEN] = self._as_given(self.received[0])
+                kwargs[GIVEN] = self._encoder_outputs(self.received[0])
             sent, output = self._run(args, kwargs)
             if sent and self.behind < self.streams.decoder:
                 sent = (*sent, *self._of_decoder(sent[0], args, kwargs))
@@ -145,10 +145,10 @@ class StageForward:
         if not self.part.pre_process:
             return self.received[len(self.streams.calls[self.first].slots) :]
         self.entered = 1
-        sent, _ = self._run(args, {**kwargs, GIVEN: self._as_given(torch.full_like(like, torch.nan))})
+        sent, _ = self._run(args, {**kwargs, GIVEN: self._encoder_outputs(torch.full_like(like, torch.nan))})
         return sent[1:]
 
-    def _as_given(self, memory: Tensor) -> Any:
+    def _encoder_outputs(self, memory: Tensor) -> Any:
         """Wrap the encoder's output in the type that the model's forward expects."""
         from transformers.modeling_outputs import BaseModelOutput
 

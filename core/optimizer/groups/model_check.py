@@ -135,8 +135,8 @@ def repeated_name(chunks: Sequence[DistributedDataParallel]) -> str | None:
         if not contract.crosses_stages  # a copy of one weight, such as a tied embedding
     }
     holder: dict[tuple[int, str], int] = {}
-    for rank, held in agree.gather(list(mine.values()), groups.require("pp"), "the names of stages").items():
-        for key in held:
+    for rank, names in agree.gather(list(mine.values()), groups.require("pp"), "the names of stages").items():
+        for key in names:
             if key in holder:
                 return f"{key[1]!r} is the name of two parameters, of pipeline stages on ranks {holder[key]} and {rank}"
             holder[key] = rank
@@ -271,9 +271,9 @@ def all_rank_groups(groups: ProcessGroups) -> list[ProcessGroup]:
 
 def other_ranks(groups: ProcessGroups, wrapped: ProcessGroups) -> str | None:
     """Return the error text if ``groups`` reach other ranks than the groups that a model chunk was wrapped with."""
-    reached, wrapped_with = (math.prod(map(held.size, world_chain(held))) for held in (groups, wrapped))
+    reached, wrapped_with = (math.prod(map(each.size, world_chain(each))) for each in (groups, wrapped))
     for name in (name for chain in reversed(CHAINS) for name in chain):
-        given, own = (None if getattr(held, name) is None else held.ranks(name) for held in (groups, wrapped))
+        given, own = (None if getattr(each, name) is None else each.ranks(name) for each in (groups, wrapped))
         other_reach = (given and own) or (reached != wrapped_with and groups.size(name) != wrapped.size(name))
         if given != own and other_reach:
             return (

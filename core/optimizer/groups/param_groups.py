@@ -215,9 +215,9 @@ class ParamGroups:
             raise ValueError("OptimizerConfig.lr is None; set the learning rate that training starts with")
         groups = [torch_group(config, key) for key in self.keys or [GroupKey(label(config.optimizer))]]
         for index, group in enumerate(groups):  # keys that differ only in a learning rate have the same name
-            alike = sum(other["name"] == group["name"] for other in groups[:index])
-            if alike:
-                group["name"] += f" #{alike + 1}"
+            same_name = sum(other["name"] == group["name"] for other in groups[:index])
+            if same_name:
+                group["name"] += f" #{same_name + 1}"
         return groups
 
 

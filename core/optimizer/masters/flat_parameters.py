@@ -44,10 +44,10 @@ class FlatParameters:
             data = huge_pages.zeros(bucket.layout.numel, bucket.params[0].dtype, bucket.device)
         homes = bucket.layout.views_of(data)
         flat = cls(data, bucket.params, homes)
-        flat.take_back()
+        flat.reattach()
         return flat
 
-    def take_back(self) -> None:
+    def reattach(self) -> None:
         """Move parameters back into the flat tensor, with their values, if user code assigned ``param.data = ...``."""
         if list(map(torch.Tensor.data_ptr, self.params)) == self.addresses:  # each step: 0.1 ms for 2005 parameters
             return

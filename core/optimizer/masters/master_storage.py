@@ -8,7 +8,7 @@ The first and the third are stepped in scratch memory (scratch.py). bf16 rounds 
 bf16 master do not change it.
 
 Users may write to parameters at any time: a load, a pruning mask, or a clamp through ``.data`` leaves no trace except
-new values. Each step therefore begins with ``take_edits``, which makes masters and parameters consistent.
+new values. Each step therefore begins with ``copy_edits``, which makes masters and parameters consistent.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class ParameterStorage:
         """Store full-precision masters, [numel], and update the parameters. ``values`` may be overwritten."""
         torch._foreach_copy_(self.parameters(), self.views(values))
 
-    def take_parameters(self) -> None:
+    def copy_parameters(self) -> None:
         """Set the masters to the current parameters."""
 
-    def take_edits(self) -> None:
+    def copy_edits(self) -> None:
         """Update masters of parameters that user code has written since the last ``write``."""
 
     def saved(self, low: int, high: int) -> torch.Tensor | None:
@@ -85,10 +85,10 @@ class CopyStorage(ParameterStorage):
     def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
         """Do nothing, because ``out`` is ``kept``."""
 
-    def take_parameters(self) -> None:
+    def copy_parameters(self) -> None:
         torch._foreach_copy_(self.views(self.kept), self.parameters())
 
-    def take_edits(self) -> None:
+    def copy_edits(self) -> None:
         """Copy every parameter that differs from its rounded master to the master."""
         for master, param in zip(self.views(self.kept), self.parameters(), strict=True):
             numel = CPU_NUMEL if master.is_cpu else DEVICE_NUMEL
@@ -97,7 +97,7 @@ class CopyStorage(ParameterStorage):
             if master.dim() == 1 and master.numel() > numel:
                 pieces = list(zip(master.split(numel), param.split(numel), strict=True))
             for shard in pieces:
-                _take_edits(*shard)
+                _copy_edits(*shard)
 
     def saved(self, low: int, high: int) -> torch.Tensor:
         return self.kept[low:high]
@@ -107,7 +107,7 @@ class CopyStorage(ParameterStorage):
             self.kept[low : low + values.numel()].copy_(values)
 
 
-def _take_edits(master: torch.Tensor, param: torch.Tensor) -> None:
+def _copy_edits(master: torch.Tensor, param: torch.Tensor) -> None:
     """Copy the parameter to the master in every element that differs from the rounded master.
 
     Bits are compared. On a GPU the master is always written, to avoid a host sync on the result of the comparison.
@@ -151,10 +151,10 @@ class RemainderStorage(ParameterStorage):
         bits.add_(HALF_OF_A_REMAINDER).bitwise_right_shift_(16)
         torch._foreach_copy_(self._halves(), self.views(bits))
 
-    def take_parameters(self) -> None:
+    def copy_parameters(self) -> None:
         self.kept.zero_()
 
-    def take_edits(self) -> None:
+    def copy_edits(self) -> None:
         """Reset remainders that do not fit their edited parameter.
 
         An edited parameter with its old remainder is still a valid master, at most half a unit in the last place away.

@@ -252,21 +252,21 @@ class BucketMasters:
     def load_parameters(self) -> None:
         """Set the masters to the current parameters."""
         if self.flat is not None:
-            self.flat.take_back()
+            self.flat.reattach()
         for segment in self.segments:
             if segment.storage is not None:
-                segment.storage.take_parameters()
+                segment.storage.copy_parameters()
 
-    def take_over_edits(self) -> None:
+    def copy_user_edits(self) -> None:
         """Update masters of parameters that user code has written since the last step by a load, pruning or a clamp.
 
         Afterwards masters and parameters are consistent, and parameters of a flat tensor are views of it again.
         """
         if self.flat is not None:
-            self.flat.take_back()
+            self.flat.reattach()
         for segment in self.segments:
             if segment.storage is not None:
-                segment.storage.take_edits()
+                segment.storage.copy_edits()
 
     def record_spent(self, factors: Mapping[str | None, float], loss_scale: float) -> None:
         """Record that a step has used the bucket's gradients, and the factors that it applied to them in memory.

@@ -91,8 +91,8 @@ def join_shards(
     joined: list[list[ParamShard]] = []
     for shard in shards:
         first = joined[-1][0] if joined else shard
-        alike = (shard.group, shard.norm_group) == (first.group, first.norm_group) and not alone(shard.group)
-        if joined and alike and (shard.start - first.start) % VECTOR_NUMEL == 0:
+        joins = (shard.group, shard.norm_group) == (first.group, first.norm_group) and not alone(shard.group)
+        if joined and joins and (shard.start - first.start) % VECTOR_NUMEL == 0:
             joined[-1].append(shard)
         else:
             joined.append([shard])

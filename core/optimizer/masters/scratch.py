@@ -120,10 +120,10 @@ class Scratch:
         for segment in wave:
             if segment.storage is not None:
                 segment.storage.write(segment.master.data.view(-1))
-            held = state.get(segment.master, {})
-            for key, value in held.items():
+            segment_state = state.get(segment.master, {})
+            for key, value in segment_state.items():
                 if key not in segment.moments and is_per_element(key, value, segment.master):
-                    held[key] = self.adopt(segment, key, value)
+                    segment_state[key] = self.adopt(segment, key, value)
                 if key in segment.moments:
                     segment.moments[key].copy_(value.view(-1))
 

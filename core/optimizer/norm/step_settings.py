@@ -98,7 +98,7 @@ def first_difference(settings: Mapping[int, Settings]) -> str | None:
     for rank in sorted(settings):
         here = {setting.what: setting for setting in settings[rank]}
         for what, setting in (here | there).items():
-            mine, other = (held[what].value if what in held else "not set" for held in (here, there))
+            mine, other = (known[what].value if what in known else "not set" for known in (here, there))
             if mine != other:
                 group = here.get(what, setting).group
                 return f"{what}{group} is {mine} on rank {rank} and {other} on rank {first}"

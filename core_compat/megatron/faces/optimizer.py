@@ -173,8 +173,8 @@ def _without_idle_precision(config: ours.OptimizerConfig, chunks: Sequence[OurWr
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if not getattr(config, name) or config.params_dtype is not None:
             continue
-        held = any(param.dtype == dtype for chunk in chunks for param in chunk.parameters())
-        if not agree.any(held, world_groups(chunks[0].groups), "the dtypes of the model"):
+        has_dtype = any(param.dtype == dtype for chunk in chunks for param in chunk.parameters())
+        if not agree.any(has_dtype, world_groups(chunks[0].groups), "the dtypes of the model"):
             warn_user(
                 f"OptimizerConfig.{name}=True changes nothing here: no parameter of the model is in {dtype}. Put it "
                 "into Float16Module before it is wrapped, or leave the option out"

@@ -62,8 +62,8 @@ def _weigh_losses_of_layers(chunk: Any, microbatches: int, groups: Any) -> None:
         scaler = getattr(sys.modules.get(f"megatron.core.transformer.{name}"), scaler_name, None)
         if scaler is None or scaler is MoEAuxLossAutoScaler:  # the runner weights ours
             continue
-        held = groups or getattr(chunk, "groups", None) or parallel_state.get_process_groups()
-        parts = 1 if scaler_name == "MTPLossAutoScaler" else held.size("cp")
+        pg = groups or getattr(chunk, "groups", None) or parallel_state.get_process_groups()
+        parts = 1 if scaler_name == "MTPLossAutoScaler" else pg.size("cp")
         device = next((param.device for param in chunk.parameters()), None)
         share = 1.0 if getattr(chunk.config, "calculate_per_token_loss", False) else parts / microbatches
         grad_scale = getattr(chunk.config, "grad_scale_func", None) or (lambda loss: loss)

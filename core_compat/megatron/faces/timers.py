@@ -158,8 +158,8 @@ class Timers:
     ) -> dict[str, list[float]]:
         if barrier and dist.is_initialized():
             _barrier()
-        asked = [name for name in (self.timers if names is None else names) if name in self.timers]
-        mine = {name: self.timers[name].elapsed(reset) * 1e3 / normalizer for name in asked}
+        wanted = [name for name in (self.timers if names is None else names) if name in self.timers]
+        mine = {name: self.timers[name].elapsed(reset) * 1e3 / normalizer for name in wanted}
         everybody = agree.gather(mine, None, "timers").values()
         known = dict.fromkeys(name for theirs in everybody for name in theirs)
         return {name: [theirs.get(name, 0.0) for theirs in everybody] for name in known}

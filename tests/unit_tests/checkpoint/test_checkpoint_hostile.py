@@ -26,7 +26,7 @@ import torch
 from core.checkpoint.directory import check_directory, find_intact
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.inspection import inspect, verify
-from core.checkpoint.item_content import wrong_content
+from core.checkpoint.item_content import content_error
 from core.checkpoint.manifest import CommitRecord
 from core.checkpoint.root_directory import list_committed
 from tests.unit_tests.checkpoint.checkpoint_saves import assert_is_step, loaded, save_alone
@@ -331,4 +331,4 @@ EVERY_DTYPE = (
 def test_every_tensor_that_torch_saves_is_described(dtype: torch.dtype) -> None:
     for shape in ((), (0, 3), (2, 3)):
         data = saved_bytes(torch.empty(shape, dtype=dtype))
-        assert wrong_content(io.BytesIO(data), 0, len(data), shape, str(dtype).removeprefix("torch.")) is None
+        assert content_error(io.BytesIO(data), 0, len(data), shape, str(dtype).removeprefix("torch.")) is None

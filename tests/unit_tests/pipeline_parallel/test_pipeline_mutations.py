@@ -34,13 +34,13 @@ def tied_sum_twice() -> Any:
 
 
 def weight_work(change: Callable[[list[Any]], list[Any]]) -> Any:
-    take = stage.Stage._take_weight_work
+    take = stage.Stage._pop_weight_work
 
     def changed(self: stage.Stage) -> Any:
         self.weight_work = change(self.weight_work)
         return take(self)
 
-    return mock.patch.object(stage.Stage, "_take_weight_work", changed)
+    return mock.patch.object(stage.Stage, "_pop_weight_work", changed)
 
 
 def microbatches_not_averaged() -> Any:

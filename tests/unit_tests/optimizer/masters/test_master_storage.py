@@ -105,15 +105,15 @@ def test_a_copy_is_written_to_the_parameter_and_takes_over_what_others_write_the
     storage = CopyStorage(shards_of(param), param.data if in_one_tensor else None, masters.clone())
     storage.write(storage.kept)
     assert torch.equal(param.data, masters.bfloat16())
-    storage.take_edits()
+    storage.copy_edits()
     assert torch.equal(storage.kept, masters), "nothing was edited"
     param.data[1] = 2.5
-    storage.take_edits()
+    storage.copy_edits()
     masters[1] = 2.5
     assert torch.equal(storage.kept, masters)
     storage.load([(4, torch.tensor([5.0, 6.0]))])
     assert storage.saved(3, 6).tolist() == [masters[3].item(), 5.0, 6.0]
-    storage.take_parameters()
+    storage.copy_parameters()
     assert torch.equal(storage.kept, param.data.float())
 
 
