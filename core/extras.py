@@ -12,13 +12,13 @@ class MissingExtra(ImportError):
 
 
 def require_installed(package: str, needed_for: str, extra: str = "train") -> None:
-    """Raise :class:`MissingExtra` if ``package`` is not installed. Faster than importing it."""
+    """Raise ``MissingExtra`` if ``package`` is not installed. Faster than importing it."""
     if importlib.util.find_spec(package) is None:
         raise _missing(package, needed_for, extra, "it is not installed")
 
 
 def require(module: str, needed_for: str, extra: str = "train") -> Any:
-    """Import an optional module, or raise :class:`MissingExtra` with the name of the extra that installs it."""
+    """Import an optional module, or raise ``MissingExtra`` with the name of the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -24,7 +24,7 @@ RANGES = {
 class ModelParallelConfig:
     """Configures a model's parallel layout, dtypes and schedule callbacks, using Megatron Core's field names.
 
-    Layers and :class:`DistributedDataParallel` read this configuration, and a model's own config usually extends it.
+    Layers and ``DistributedDataParallel`` read this configuration, and a model's own config usually extends it.
     The callbacks may be assigned later, once the wrapper and the optimizer exist.
 
     Args:

@@ -175,7 +175,7 @@ def destroy_model_parallel() -> None:
 
 
 def initialize_from_device_mesh(mesh: DeviceMesh, **options: Any) -> None:
-    """Create the process groups from the sizes and the order of a :class:`DeviceMesh`.
+    """Create the process groups from the sizes and the order of a ``DeviceMesh``.
 
     Use it if FSDP2 or DTensor code already describes the job with a mesh.
 
@@ -223,7 +223,7 @@ def get_rank_grid() -> RankGrid:
 
 
 def get_device_mesh(*, expert: bool = False) -> DeviceMesh:
-    """Return a :class:`DeviceMesh` over all ranks that reuses the existing groups.
+    """Return a ``DeviceMesh`` over all ranks that reuses the existing groups.
 
     The dimensions are 'pp', 'dp', 'cp', 'tp', or with ``expert`` 'pp', 'expt_dp', 'ep', 'expt_tp', largest stride
     first. No communication. Raises RuntimeError before initialization.
@@ -232,7 +232,7 @@ def get_device_mesh(*, expert: bool = False) -> DeviceMesh:
 
 
 class ProcessGroupCollection(ProcessGroups):
-    """:class:`ProcessGroups` under Megatron's name."""
+    """``ProcessGroups`` under Megatron's name."""
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroups:

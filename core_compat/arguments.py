@@ -19,12 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ForeignArguments:
-    """Treatment of a wrapper's arguments.
-
-    Attributes:
-        refused: Argument -> (accepted values, advice for other values).
-        dropped: Arguments that are ignored.
-    """
+    """Treatment of a wrapper's arguments: ``refused`` ones with (accepted values, advice), and ``dropped`` ones."""
 
     refused: Mapping[str, tuple[tuple[Any, ...], str]]
     dropped: frozenset[str]

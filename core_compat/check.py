@@ -321,7 +321,6 @@ class _ProgramReader(ast.NodeVisitor):
 
 
 def _makers(called: Any) -> list[Any]:
-    """Return the functions that run when ``called`` is called."""
     return [called.__init__, called.__new__] if inspect.isclass(called) else [called]
 
 

@@ -225,10 +225,8 @@ def parser() -> argparse.ArgumentParser:
 def convert(options: argparse.Namespace) -> str:
     """Convert according to the options, and return one sentence that describes the written files.
 
-    Raises:
-        CheckpointError: If the source cannot be read. This error and the next two are raised before the target exists.
-        ValueError: If the options contradict each other or the target exists.
-        OSError: If a file cannot be read or written.
+    Raises CheckpointError if the source cannot be read, ValueError if the options contradict each other or the target
+    exists, and OSError if a file cannot be read or written.
     """
     source_path, target = options.source, options.target
     kind = options.to or ("state_dict" if target.suffix in PLAIN_SUFFIXES else None)

@@ -166,7 +166,7 @@ def read_rows(text: str, faces: str = "") -> Rows:
 
 
 def _is_public(module: ModuleType, name: str) -> bool:
-    """Return True for a name in ``__all__``, or without ``__all__`` for a name that the module itself defines."""
+    """Return ``True`` for a name in ``__all__``, or without ``__all__`` for a name that the module itself defines."""
     listed = getattr(module, "__all__", None)
     if listed is not None:
         return name in listed
@@ -287,7 +287,7 @@ def uninstall(surface: Surface) -> None:
 
 
 def _is_placeholder(parent: str) -> bool:
-    """Return True for a parent package that ``install`` created."""
+    """Return ``True`` for a parent package that ``install`` created."""
     return parent in sys.modules and vars(sys.modules[parent]).get("__path__") == []
 
 

@@ -230,7 +230,7 @@ class Booster:
             model (Module): The plain model.
             pretrained_dir (str, optional): Directory of saved adapters. Defaults to new adapters.
             lora_config (peft.LoraConfig): Required without ``pretrained_dir``.
-            bnb_quantization_config (Any, optional): Not supported; must be ``None``.
+            bnb_quantization_config: Not supported; must be ``None``.
             quantize (bool, optional): Not supported; must be ``False``.
 
         Returns:

@@ -42,7 +42,7 @@ class DistCoordinator:
         return dist.get_rank(process_group) == 0
 
     def is_node_master(self) -> bool:
-        """Return True on the first rank of each machine."""
+        """Return ``True`` on the first rank of each machine."""
         return self.local_rank == 0
 
     def is_last_process(self, process_group: Group = None) -> bool:

@@ -84,7 +84,6 @@ class ProcessGroupMesh:
         return self.create_group_along_axis(axis, indices_at_axis, backend) if made is self else made
 
     def destroy_mesh_process_groups(self) -> None:
-        """Destroy this rank's groups that the mesh has created."""
         for rows, group in self._groups.items():
             if group is not None and group is not self._existing.get(rows):
                 dist.destroy_process_group(group)
@@ -92,7 +91,6 @@ class ProcessGroupMesh:
 
 
 def _rows(axis: Any, places: Any, shape: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return the axes in ascending order, each with its indices."""
     axes = [axis] if isinstance(axis, int) else axis
     rows = [range(shape[dim]) for dim in axes] if places is None else [places] if isinstance(axis, int) else places
     return tuple(sorted((dim, tuple(row)) for dim, row in zip(axes, rows, strict=True)))

@@ -63,7 +63,6 @@ class DistributedLogger:
     @staticmethod
     def _at(level: int) -> Any:
         def log(self: DistributedLogger, message: str, ranks: Sequence[int] | None = None) -> None:
-            """Log on the given ranks, or on all."""
             if ranks is None or self.rank in ranks:
                 self._logger.log(level, "%s", message, stacklevel=2)
 

@@ -44,7 +44,6 @@ class Ranks:
         return agree.any(flag, self.group, "a checkpoint")
 
     def write(self, planner: SavePlanner, writer: StorageWriter) -> None:
-        """Run ``dcp.save`` with every rank's planner and writer."""
         with self._planning("a save"):
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=not self.started)
 
@@ -67,7 +66,6 @@ class Ranks:
                 yield
 
     def global_rank(self, rank: int) -> int:
-        """Convert a rank of this group to its global rank in the job."""
         return dist.get_global_rank(self.group, rank) if self.started and self.group is not None else rank
 
     def on_first(self, act: Callable[[], T], where: Path | None = None) -> T:
@@ -100,8 +98,7 @@ class Ranks:
     def agree_on_arguments(
         self, error: str | None, shared: Mapping[str, Any], kind: type[Exception] = ValueError
     ) -> None:
-        """Raise the same error of class ``kind`` on all ranks if arguments are invalid on any rank or differ between
-        ranks.
+        """Raise the same error on all ranks if arguments are invalid on any rank or differ between ranks.
 
         ``error`` is the error text if this rank's arguments are invalid, and ``shared`` has the arguments that must be
         the same on every rank, by name.

@@ -18,10 +18,8 @@ logger = logging.getLogger(__name__)
 class AlgorithmKeys:
     """Keys that an algorithm stores for a parameter after one step.
 
-    Attributes:
-        kept: All keys.
-        scalars: Keys with a single number per parameter.
-        numbers: The subset of ``scalars`` stored as Python numbers instead of tensors.
+    ``kept`` has all keys, ``scalars`` the keys with a single number per parameter, and ``numbers`` those of them that
+    are stored as Python numbers instead of tensors.
     """
 
     kept: frozenset[str]

@@ -105,7 +105,6 @@ class Part(io.RawIOBase):
 
     @classmethod
     def of(cls, stream: BinaryIO, start: int, length: int) -> Part:
-        """Create a Part over a byte range of an open file."""
         return cls(lambda at, count: _bytes_at(stream, start + at, count), length)
 
     def readable(self) -> bool:

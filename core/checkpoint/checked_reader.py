@@ -47,19 +47,15 @@ class CheckedReader(StorageReader):
             raise CheckpointError(f"dcp.load was given checkpoint_id={checkpoint_id!r}; this reader reads {self.path}.")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the tensor index, built from the manifest."""
         return index_of(self.manifest)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Store the file locations of items from the index."""
         self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -63,11 +63,9 @@ class KnownIntact:
         self._checked: dict[Path, list[tuple[str, int, int]]] = {}
 
     def add(self, directory: Path) -> None:
-        """Record a directory that was just written."""
         self._checked[directory] = _sizes_and_times(directory)
 
     def is_intact(self, directory: Path) -> bool:
-        """Return ``True`` if every byte is as saved."""
         now = _sizes_and_times(directory)
         if self._checked.get(directory) != now and check_directory(directory):
             return False

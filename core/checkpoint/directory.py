@@ -39,17 +39,14 @@ class CheckpointDirectory:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """The ``meta`` passed to the save."""
         return self.manifest.meta
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the job that saved."""
         return self.manifest.world_size
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
-        """Global shapes and dtypes by name."""
         return self.manifest.tensors
 
     def reader(self) -> StorageReader:

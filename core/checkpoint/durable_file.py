@@ -37,7 +37,6 @@ class DurableFile:
         self._stream = open(path, "xb", buffering=BUFFER_BYTES)  # noqa: SIM115  closed by `finish` or `abandon`
 
     def write(self, data: Bytes) -> int:
-        """Append data and return the number of bytes."""
         view = memoryview(data).cast("B") if not isinstance(data, bytes) else data
         try:
             if self._half and self.size + len(view) > self._half:
@@ -65,7 +64,6 @@ class DurableFile:
         self._segments.append(ItemBytes(name, start, self.size - start, self._segment_crc32, box))
 
     def finish(self) -> FileRecord:
-        """Sync the file to disk and close it."""
         self._stream.flush()
         reach("before file fsync", self.rank)
         os.fsync(self._stream.fileno())

@@ -50,7 +50,6 @@ class ItemBytes:
 
     @property
     def end(self) -> int:
-        """Offset of the first byte after the item."""
         return self.offset + self.length
 
 
@@ -87,12 +86,10 @@ class TensorRecord:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the elements, without the overhead of a file format."""
         return self.numel * _itemsize(self.dtype)
 
 
@@ -108,11 +105,9 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all listed files."""
         return sum(file.size for file in self.files)
 
     def to_json(self) -> bytes:
-        """Serialize to the bytes of manifest.json."""
         tree = {
             "format": FORMAT,
             "step": self.step,

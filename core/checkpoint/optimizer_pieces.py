@@ -51,7 +51,6 @@ class Entry:
         return any(not any(box.global_offset) for box in boxes)
 
     def key(self, state_key: str) -> str:
-        """Return the name of a state value in the file."""
         return f"{OPTIMIZER}.{state_key}.{self.local.slice.name}"
 
 

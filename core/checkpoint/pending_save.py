@@ -71,7 +71,6 @@ class PendingSave:
         return SaveState(time.monotonic() - self.started_s, self.is_written, self.committed, self.error)
 
     def write(self) -> None:
-        """Write this rank's files and its part durably."""
         start_s = time.monotonic()
         self.writer.write_pending()
         write_part(self.saving, self.rank, self.writer.records)

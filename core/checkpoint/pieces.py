@@ -64,7 +64,6 @@ class LocalTensor:
 
     @property
     def key(self) -> str:
-        """Name in the file."""
         return f"{MODEL}.{self.slice.name}"
 
 

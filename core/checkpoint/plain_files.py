@@ -32,11 +32,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 
 @dataclass(frozen=True)
 class Lazy:
-    """Tensor of a file that is read on demand.
-
-    Attributes:
-        nbytes: Returns its size in bytes, without reading it.
-        read: Returns the full tensor, contiguous, on the CPU, in unshared memory.
+    """Tensor of a file that is read on demand, contiguous, on the CPU, in unshared memory. ``nbytes`` does not
+    read it.
     """
 
     nbytes: Callable[[], int]

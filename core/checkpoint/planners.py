@@ -50,7 +50,6 @@ class PieceSavePlanner(SavePlanner):
         """Do nothing, because the constructor received the pieces."""
 
     def create_local_plan(self) -> SavePlan:
-        """Create one item per piece and per blob."""
         items = [_write_item(piece) for piece in self.pieces.values()]
         for key, blob in self.blobs.items():
             items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, BytesIOWriteData(len(blob))))
@@ -66,7 +65,6 @@ class PieceSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the data of a write item."""
         index = write_item.index
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self.blobs[index.fqn])
@@ -116,7 +114,7 @@ def check_coverage(plans: Sequence[Sequence[WriteItem]]) -> None:
 def _check_cover(key: str, shape: list[int], chunks: list[tuple[int, ChunkStorageMetadata]]) -> None:
     dim = max(range(len(shape)), key=lambda d: shape[d], default=None)
     if dim is not None:
-        # Sorted along the longest dimension, only neighbours that reach into a chunk can overlap it.
+        # Sorted along the longest dimension, only neighbors that reach into a chunk can overlap it.
         chunks = sorted(chunks, key=lambda entry: entry[1].offsets[dim])
         active: list[tuple[int, ChunkStorageMetadata]] = []
         for rank, chunk in chunks:
@@ -153,12 +151,10 @@ class PieceLoadPlanner(LoadPlanner):
         self.metadata = Metadata({})
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Store the file's index."""
         assert metadata is not None, "torch gives the metadata to a load planner"
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Create one item per overlap of a piece with a saved chunk."""
         items = [item for number, piece in enumerate(self.pieces) for item in read_items(piece, number, self.metadata)]
         empty = torch.Size(())
         for key in self.blob_keys:
@@ -175,11 +171,9 @@ class PieceLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Store a blob."""
         self.blobs[read_item.storage_index.fqn] = value.getvalue()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the destination of an overlap."""
         number = read_item.dest_index.index
         assert number is not None, "items are planned with the number of their piece"
         target = self.pieces[number].data

@@ -85,7 +85,6 @@ class SharedHold:
         fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def release(self) -> None:
-        """Release the lock. Idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -104,7 +103,6 @@ class RootDirectory:
         _open_roots.add(self)
 
     def create(self) -> None:
-        """Create the root durably."""
         missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -168,7 +166,6 @@ class RootDirectory:
             time.sleep(RETRY_S)
 
     def unlock(self) -> None:
-        """Release the lock, so that another job may save here."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -188,14 +185,12 @@ class RootDirectory:
         return Committed(sequence, step, self.path / committed_name(step, sequence))
 
     def commit(self, saving: Path, target: Committed) -> None:
-        """Rename a complete and durable save to its final name."""
         reach("before rename", 0)
         os.rename(saving, target.path)
         reach("after rename", 0)
         sync_directory(self.path)
 
     def move_latest(self, target: Committed) -> None:
-        """Point ``latest`` to a commit."""
         reach("before latest", 0)
         self._write_latest(target.path.name, "half a latest")
 
@@ -291,7 +286,7 @@ def _this_process() -> str:
 
 
 def _is_abandoned(saving: Path) -> bool:
-    """Return True if no process locks the token of this save."""
+    """Return ``True`` if no process locks the token of this save."""
     try:
         descriptor = os.open(saving / TOKEN, os.O_RDWR | os.O_CLOEXEC)  # NFS wants it writable for an exclusive lock
     except FileNotFoundError:  # crashed between creating the directory and its token: no rank uses it

@@ -23,12 +23,10 @@ class SnapshotMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated."""
         return self._block.numel()
 
     @staticmethod
     def bytes_for(tensors: Sequence[torch.Tensor]) -> int:
-        """Return the bytes that a snapshot of ``tensors`` needs."""
         return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

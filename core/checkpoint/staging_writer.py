@@ -79,7 +79,6 @@ class StagingWriter(StorageWriter):
             raise CheckpointError(f"dcp.save was given checkpoint_id={checkpoint_id!r}; the saver names directories.")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check that the coordinator is the rank that commits."""
         if self.was_used:
             raise CheckpointError("`fill` called dcp.save twice; one save is one dcp.save with everything in it.")
         if is_coordinator != (self.rank == 0):
@@ -90,7 +89,6 @@ class StagingWriter(StorageWriter):
         self.was_used = True
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

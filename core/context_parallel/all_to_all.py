@@ -24,7 +24,7 @@ def all_to_all_attention(
 ) -> Tensor:
     """Compute attention over the full sequence for this rank's share of the heads. Collective in forward and backward.
 
-    Shapes are as in :func:`all_gather_attention`.
+    Shapes are as in ``all_gather_attention``.
     """
     size = group.size()
     heads, groups = query.shape[2], key.shape[2]

@@ -29,7 +29,7 @@ class PackedTokens:
 def pack_tokens(
     document_ids: Tensor | None, position_ids: Tensor | None, cp_group: dist.ProcessGroup | None
 ) -> PackedTokens | None:
-    """Build the :class:`PackedTokens` of a microbatch, or return ``None`` if both tensors are ``None``.
+    """Build the ``PackedTokens`` of a microbatch, or return ``None`` if both tensors are ``None``.
 
     This is a collective over the group if ``document_ids`` is given, because attention needs the full sequence's
     numbers.

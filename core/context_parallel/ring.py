@@ -46,7 +46,7 @@ def ring_attention(
 ) -> Tensor:
     """Compute attention by passing keys and values around a ring. Collective over the group, in forward and backward.
 
-    Shapes are as in :func:`all_gather_attention`. ``sinks`` [heads] are an additional score in each query's
+    Shapes are as in ``all_gather_attention``. ``sinks`` [heads] are an additional score in each query's
     denominator, and their gradient covers only this rank's queries.
     """
     query, key, value = (rearrange(part, "s b n d -> b n s d") for part in (query, key, value))

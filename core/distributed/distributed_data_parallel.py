@@ -51,7 +51,7 @@ class DistributedDataParallel(nn.Module):
     After ``finalize_model_grads``, ``param.main_grad`` holds the gradient averaged over data-parallel ranks (or per
     token, with ``num_tokens``). ``param.grad`` is the same tensor, or ``None`` if no rank used the parameter. If
     gradients are sharded, only this rank's shard of ``main_grad`` is valid and ``param.grad`` is a ``GradPlaceholder``,
-    which raises :class:`SyncError` when it is used.
+    which raises ``SyncError`` when it is used.
 
     Constructing the wrapper is collective over all ranks that hold this chunk. If several wrapped models share process
     groups, ranks may run them in different orders, so their gradients are reduced in ``finalize_model_grads`` instead
@@ -288,7 +288,7 @@ class DistributedDataParallel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """Return a copy that computes the same outputs, for weight averages and evaluation. Does not communicate.
 
-        The copy has a plain module and no buffers. Its forward raises :class:`SyncError` in training mode if gradients
+        The copy has a plain module and no buffers. Its forward raises ``SyncError`` in training mode if gradients
         would be recorded, and so does every call that reduces. Wrap ``copy.module`` to train it. Copy sharded
         parameters inside ``gathered``.
         """

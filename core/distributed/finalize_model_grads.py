@@ -40,7 +40,7 @@ def finalize_model_grads(
 
     Backward leaves each rank with local gradients or with a reduction that is still running. An optimizer that used
     them would train every rank on different data. This function reduces every chunk over data parallelism, launching
-    buckets that backward has not, runs the sync rules on each reduced bucket (see :class:`GradSyncRule`), updates the
+    buckets that backward has not, runs the sync rules on each reduced bucket (see ``GradSyncRule``), updates the
     routers' biases and counts, divides by the global number of tokens, and runs the guards, in this order.
 
         for microbatch in microbatches:
@@ -52,7 +52,7 @@ def finalize_model_grads(
 
     Args:
         model (Module or Sequence[Module]): This rank's chunks, or its only chunk. Each is a
-            :class:`DistributedDataParallel` or a module that contains one.
+            ``DistributedDataParallel`` or a module that contains one.
         num_tokens (Tensor or float, optional): Number of tokens that this rank's loss was summed over, required with
             ``calculate_per_token_loss``: a number, or a tensor of shape [] or [1]. Only the last pipeline stage's value
             is used. It may differ between ranks and be zero on some.
@@ -249,8 +249,8 @@ def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
 def compare_before_update(chunks: Sequence[DistributedDataParallel]) -> None:
     """Compare the copies of weights that an optimizer is about to update, if a comparison is due.
 
-    Every rank of the job must call it with all of its wrapped chunks. Raises :class:`LayoutMismatch` on all ranks if
-    copies differed from the start, and :class:`ReplicaDriftError` if they have become different.
+    Every rank of the job must call it with all of its wrapped chunks. Raises ``LayoutMismatch`` on all ranks if
+    copies differed from the start, and ``ReplicaDriftError`` if they have become different.
     """
     for parts in _by_model(chunks):
         weights = [part.engine.weights for part in parts]

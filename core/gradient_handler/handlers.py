@@ -243,7 +243,6 @@ class PipelineSharedModuleGradientHandler(GroupGradientHandler):
 
 
 def _stages_of(param: nn.Parameter) -> Any:
-    """Return the group of the stages that share a parameter, or ``None``."""
     return getattr(param, "pipeline_shared_module_pg", None)
 
 

@@ -134,7 +134,6 @@ class LooseReduction:
                 self._reduce(same_dtype, GRAD_DTYPES[dtype - 1], group)
 
     def _reduce(self, gradients: Sequence[LooseGradient], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-        """Sum gradients of one dtype over one group."""
         parts = [_flat(gradient, dtype) for gradient in gradients]
         for part, gradient in zip(parts, gradients, strict=True):
             if gradient.scale != 1.0:

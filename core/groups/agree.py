@@ -42,7 +42,7 @@ class LayoutMismatch(RuntimeError):
 def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> tuple[list[Any], list[Any]]:
     """Return the minimum and maximum of each value over all ranks, with one small max all-reduce per group.
 
-    The hash of ``what`` is compared too. Raises :class:`PeerLost` on every rank of a group whose ranks agree on
+    The hash of ``what`` is compared too. Raises ``PeerLost`` on every rank of a group whose ranks agree on
     different subjects. gloo would mix their numbers, or abort the process if they have different sizes; so sizes are
     rounded up.
     """
@@ -193,7 +193,6 @@ def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def _chain(groups: Groups) -> list[dist.ProcessGroup]:
-    """Return the groups with more than one rank."""
     if groups is None:
         groups = dist.group.WORLD if dist.is_initialized() else ()
     several = [groups] if isinstance(groups, dist.ProcessGroup) else groups or ()

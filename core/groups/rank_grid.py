@@ -94,7 +94,6 @@ GRID_KINDS: dict[str, tuple[str, bool]] = {
 
 
 def _kinds_where(holds: Callable[[Axis], bool]) -> set[str]:
-    """Return the kinds of groups whose axes all have a property."""
     return {
         kind
         for kind, (tokens, expert) in GRID_KINDS.items()
@@ -173,7 +172,6 @@ class RankGrid:
         return tuple(self.order.split("-"))
 
     def size(self, token: str, expert: bool = False) -> int:
-        """Return the number of ranks along one axis of the dense or the expert grid."""
         return self._token_sizes[expert].get(token, 1)
 
     def stride(self, token: str, expert: bool = False) -> int:
@@ -181,7 +179,6 @@ class RankGrid:
         return next(stride for axis, _, stride in self._digits(expert) if axis == token)
 
     def coordinate(self, rank: int, token: str, expert: bool = False) -> int:
-        """Return a global rank's index along one axis."""
         self._check_rank(rank)
         return rank // self.stride(token, expert) % self.size(token, expert)
 
@@ -218,7 +215,6 @@ class RankGrid:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0 to {self.world_size - 1}).")
 
     def _remaining(self, expert: bool) -> int:
-        """Return the data-parallel size of one grid."""
         factors = [axis for axis in axes_of(expert) if axis.option]
         product = math.prod(self.sizes[axis.name] for axis in factors)
         if self.world_size % product:

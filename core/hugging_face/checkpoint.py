@@ -435,7 +435,6 @@ def _split_part(model: Any) -> Any:
 
 
 def _empty_copy(model: Any) -> Any:
-    """Build the full model on the meta device."""
     with torch.device("meta"):
         whole: Any = type(model)(model.config)
     whole = whole.to(model.dtype)

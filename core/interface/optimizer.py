@@ -65,7 +65,7 @@ class OptimizerWrapper:
 
         Args:
             loss (Tensor): Scalar loss.
-            inputs (Any, optional): See torch.Tensor.backward.
+            inputs: See torch.Tensor.backward.
             retain_graph (bool, optional): See torch.Tensor.backward.
             kwargs: Further arguments of the inner backward.
         """
@@ -82,7 +82,7 @@ class OptimizerWrapper:
         Args:
             tensor (Tensor): Output to differentiate.
             grad (Tensor): Gradient of the output.
-            inputs (Any, optional): See torch.autograd.backward.
+            inputs: See torch.autograd.backward.
             retain_graph (bool, optional): See torch.autograd.backward.
         """
         if isinstance(self.optim, OptimizerWrapper):

@@ -223,7 +223,6 @@ def _same_names(expected: set[str], found: Mapping[str, Tensor]) -> None:
 
 
 def _entries(config: TransformerConfig) -> Iterator[NamePair]:
-    """Yield every tensor of a full GPT, in order."""
     yield _same(EMBEDDING, EMBEDDINGS[layout_of(config)])
     if layout_of(config) == "gpt2":
         yield _same("embedding.position_embeddings.weight", "transformer.wpe.weight")

@@ -130,7 +130,6 @@ class Experts(nn.Module):
         return self._add_bias2(output, repeats)
 
     def _down(self, wide: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply the activation and the second matmul."""
         again = self.recompute_activation and self.training
         active = computed_again(self.activation, wide) if again else self.activation(wide)
         return run_unsaved(product, active)

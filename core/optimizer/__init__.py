@@ -83,7 +83,7 @@ def get_megatron_optimizer(
     Args:
         config (OptimizerConfig): Algorithm, hyperparameters, precision and limits.
         model_chunks (Module or Sequence[Module]): This rank's chunks, or a single chunk. Each is a
-            :class:`DistributedDataParallel` or a module that contains one.
+            ``DistributedDataParallel`` or a module that contains one.
         no_weight_decay_cond (Condition | Overrides, optional): Function of (parameter name, parameter) that returns
             ``True`` for parameters without weight decay. By default biases and one-dimensional parameters do not decay.
             Names are those of the full model: a pipeline's stages count layers over all stages. As in newer Megatron
@@ -91,14 +91,14 @@ def get_megatron_optimizer(
         scale_lr_cond (Condition, optional): Function of (parameter name, parameter) that returns ``True`` for
             parameters whose learning rate is multiplied by ``lr_mult``.
         lr_mult (float, optional): Learning rate multiplier of the parameters that ``scale_lr_cond`` selects.
-        config_overrides (Overrides, optional): Maps a :class:`ParamKey` to values that replace the configured ones for
+        config_overrides (Overrides, optional): Maps a ``ParamKey`` to values that replace the configured ones for
             matching parameters. As in Megatron it replaces the standard overrides:
             ``{**get_standard_config_overrides(config), ParamKey(...): {...}}``.
         pg_collection (ProcessGroups, optional): Process groups of the job. The gradient norm is taken over all ranks
             that the model was wrapped with.
 
     Returns:
-        A :class:`DistributedOptimizer` for sharded chunks, and a :class:`ReplicatedOptimizer` otherwise.
+        A ``DistributedOptimizer`` for sharded chunks, and a ``ReplicatedOptimizer`` otherwise.
 
     Raises:
         TypeError: If ``config`` is not an OptimizerConfig.

@@ -56,11 +56,8 @@ class AdoptedOptimizer(DistributedOptimizer):
 
     State that the user's optimizer already has is sharded and kept. Every trainable parameter of the model must be in
     ``user``, whose groups are emptied and filled with master weights; they also set the hyperparameters. Every rank of
-    the job must create it, and call ``prepare_grads`` and ``apply``, together.
-
-    Raises:
-        ValueError: If ``user`` needs unsplit parameters, or does not declare whether it does, and shards or a parallel
-            axis may split one.
+    the job must create it, and call ``prepare_grads`` and ``apply``, together. Raises ValueError if the algorithm may
+    need unsplit parameters, and shards or a parallel axis may split one.
     """
 
     def __init__(

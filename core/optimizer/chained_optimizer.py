@@ -166,7 +166,7 @@ class ChainedOptimizer(MegatronOptimizer):
         """Load the state that ``state_dict`` of an equal chain returned.
 
         Args:
-            state_dict (Any): A list with one state dict per optimizer, or one state dict for a chain of one.
+            state_dict: A list with one state dict per optimizer, or one state dict for a chain of one.
 
         Raises:
             ValueError: If the number of optimizers differs.

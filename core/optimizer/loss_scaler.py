@@ -55,7 +55,6 @@ class LossScaler:
         self._has_stepped, self.has_scaled, self.is_passed_on = True, False, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers that ``load_state_dict`` restores."""
         return {"scale": self.value}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -128,10 +127,8 @@ class DynamicLossScaler(LossScaler):
         return {"scale": self.value, "growth_tracker": self.good_steps, "hysteresis_tracker": self.lives}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the scale and the two counters, which may also be one-element tensors. Limits are configured, never
+        """Restore the scale and the two counters, which may be one-element tensors. Limits are configured, never
         loaded.
-
-        Raises ValueError if the saved scale is not positive and finite.
         """
         scale = float(state_dict["scale"])
         _expect_scale("the saved scale", scale)

@@ -134,7 +134,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return segments
 
     def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
-        """Create the torch optimizer of these groups, which list the masters of ``segments``."""
         return inner_optimizer(self.config, torch_groups, segments=segments, groups=self.model_chunks[0].groups)
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -191,7 +190,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def unscale_grads(self, scale: float) -> bool:
-        """Divide reduced gradients by ``scale`` in memory, and call ``prepare_grads``. Used by :class:`GradScaler`."""
+        """Divide reduced gradients by ``scale`` in memory, and call ``prepare_grads``. Used by ``GradScaler``."""
         self._take_gradients()  # raises if they are not reduced
         for chunk in self.model_chunks:
             chunk.scale_gradients(1.0 / scale)

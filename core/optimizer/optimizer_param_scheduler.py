@@ -131,7 +131,6 @@ class OptimizerParamScheduler:
         return own | {"lr_mult": group.get("lr_mult", 1.0), "wd_mult": group.get("wd_mult", 1.0)}
 
     def _check(self, numbers: Mapping[str, Any]) -> None:
-        """Raise ValueError for contradictory numbers, before anything is set."""
         check_schedule(numbers)
         for index, own in enumerate(self._own):
             try:

@@ -56,7 +56,6 @@ class ChunkSync:
         self.context: AbstractContextManager[Any] | None = None
 
     def begin(self) -> None:
-        """Start a step: accumulate without reducing."""
         self.leave()
         self.context = self.no_sync()
         self.context.__enter__()

@@ -125,7 +125,6 @@ class DrawingStep:
         self.position = 0
 
     def __call__(self, chunk: nn.Module, _microbatch: Any, hidden: Any) -> Any:
-        """Run the user's forward step; see ForwardStep."""
         runner = self.runner
         self.position = self.position_of[id(chunk)]
         inner = _takes_input(chunk)

@@ -61,13 +61,13 @@ def wrap_stages(
     stages: Sequence[nn.Module],
     pg_collection: ProcessGroups | None = None,
 ) -> list[DistributedDataParallel]:
-    """Wrap each stage in :class:`DistributedDataParallel`. Collective over each stage's ranks.
+    """Wrap each stage in ``DistributedDataParallel``. Collective over each stage's ranks.
 
     Only the chunk that backward reaches last gets several buckets. The other chunks' gradients are not on the critical
     path, because the rest of the step hides the reduction of their single bucket.
 
     Args:
-        config (Any): Model configuration.
+        config: Model configuration.
         ddp_config (DistributedDataParallelConfig): Configuration of the wrappers.
         stages (Sequence[Module]): This rank's stages, in model order.
         pg_collection (ProcessGroups, optional): Process groups. Defaults to those of ``parallel_state``.
@@ -79,7 +79,7 @@ def wrap_stages(
 
 
 def gpt_activations(config: TransformerConfig, microbatch_size: int, sequence_length: int) -> list[Tensor]:
-    """Return meta tensors that describe a stage's output, for :class:`PipelineRunner`.
+    """Return meta tensors that describe a stage's output, for ``PipelineRunner``.
 
     They have shape [s / cp, b, hidden], or [s / (cp * tp), b, hidden] under sequence parallelism.
 

@@ -64,7 +64,6 @@ class Received(dict[int, Any]):
         self.let_go(microbatch)
 
     def make(self, microbatch: int, device: torch.device) -> None:
-        """Allocate memory for a receive."""
         for info, place in zip(self[microbatch], self.places, strict=True):
             if place is not None:
                 info.buffer = torch.empty_like(place, device=device, requires_grad=place.requires_grad)
@@ -133,14 +132,12 @@ class Stage(PipelineStage):
         self.posted: list[dist.P2POp] = []  # the last sends that torch waits for
 
     def begin_step(self, microbatches: int) -> None:
-        """Reset the state for a step with this number of backwards."""
         self.backwards_left = microbatches
         self.weight_work = []
         self.leaving.clear()
         self.leaving_back.clear()
 
     def end_step(self) -> None:
-        """Wait for all sends in flight."""
         _let_go(self.leaving, list(self.leaving))
         _let_go(self.leaving_back, list(self.leaving_back))
 
@@ -188,7 +185,6 @@ class Stage(PipelineStage):
         self.gradients.let_go(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Compute a backward's deferred weight gradients."""
         kept = self.errors.kept("weight gradients", self.stage_index, bwd_chunk_id)
         with kept, _unwrapped(), self._timed("weight gradient", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)

@@ -35,7 +35,6 @@ class StageErrors:
         self.finding: tuple[int, int, int, str] | None = None
 
     def begin(self) -> None:
-        """Begin a step or an evaluation."""
         self.calls += 1
         self.error = self.finding = None
 

@@ -234,7 +234,7 @@ class OutputLayer(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute logits, or per-token losses [s, b] if ``target`` (token ids, [s, b]) is given.
 
-        The result is a pair with the bias, as from :meth:`ColumnParallelLinear.forward`. ``chunk`` limits the number of
+        The result is a pair with the bias, as from ``ColumnParallelLinear.forward``. ``chunk`` limits the number of
         tokens whose logits exist at a time.
         """
         if target is None:

@@ -64,7 +64,6 @@ class Dataflow(TorchFunctionMode):
         ]
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 

@@ -75,7 +75,7 @@ class _ParallelLayer(nn.Module):
 class ColumnParallelLinear(_ParallelLayer):
     """Linear layer Y = X A^T + b with the output features of A split over tensor parallelism.
 
-    A :class:`RowParallelLinear` usually consumes the split output, so that the pair needs one collective per pass:
+    A ``RowParallelLinear`` usually consumes the split output, so that the pair needs one collective per pass:
 
         up = ColumnParallelLinear(1024, 4096, config=config, init_method=init)
         down = RowParallelLinear(4096, 1024, config=config, init_method=init)

@@ -35,11 +35,9 @@ class DeviceAccelerator:
         self.is_synchronous = kind == "cpu"
 
     def get_current_device(self) -> torch.device:
-        """Return the device for new tensors."""
         return torch.device("cpu") if self.name == "cpu" else default_device()
 
     def set_to_device(self, models: Any) -> Any:
-        """Move a module, or a list of modules, to the device."""
         if isinstance(models, (list, tuple)):
             return [self.set_to_device(model) for model in models]
         return models.to(self.get_current_device())

@@ -31,7 +31,6 @@ class FusedAdam(torch.optim.Adam):
         _use_fused_kernel(self)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 

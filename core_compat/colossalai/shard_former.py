@@ -48,7 +48,6 @@ class ShardConfig(SimpleNamespace):
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Number of ranks that a model is split over."""
         return dist.get_world_size(self.tensor_parallel_process_group) if self.enable_tensor_parallelism else 1
 
 

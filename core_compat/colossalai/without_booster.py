@@ -95,7 +95,6 @@ class GeminiDDP(ModelWrapper):
         GeminiPlugin(**self.options)  # raises errors in options here instead of in the optimizer
 
     def unwrap(self) -> nn.Module:
-        """Return the user's own module."""
         return self.module.unwrap() if isinstance(self.module, ModelWrapper) else self.module
 
 

@@ -100,7 +100,7 @@ def _member_of(kind: Any, name: str) -> Any:
 
 
 def is_megatrons(directory: Path) -> bool:
-    """Return True if Megatron's dist_checkpointing wrote the directory."""
+    """Return ``True`` if Megatron's dist_checkpointing wrote the directory."""
     return (directory / INDEX_FILE).is_file() and (directory / COMMON_FILE).is_file()
 
 
@@ -108,7 +108,6 @@ class MegatronReader(FileSystemReader):
     """Reader for tensors and blobs of a directory written by Megatron."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index."""
         with (Path(self.path) / INDEX_FILE).open("rb") as file:
             found = Unpickler(file).load()
         if not isinstance(found, Metadata):
@@ -128,7 +127,6 @@ class _PickleModule:
 
     @staticmethod
     def load(file: Any, **unused: Any) -> Any:
-        """Unpickle one object."""
         return Unpickler(file).load()
 
 

@@ -150,7 +150,6 @@ class LocalNonpersistentObject:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """Return the value."""
         return self.obj
 
 
@@ -176,7 +175,7 @@ class OptimizerState:
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Return True on the rank that writes."""
+    """Return ``True`` on the rank that writes."""
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 

@@ -133,7 +133,7 @@ def save_tree(
     Args:
         tree (StateDict): Dictionaries and lists with sharded leaves and plain values.
         directory (str | os.PathLike[str]): An existing directory without a checkpoint.
-        content_metadata (Any, optional): Values for JSON, returned by ``tree_metadata``.
+        content_metadata: Values for JSON, returned by ``tree_metadata``.
         group (ProcessGroup, optional): Process group that saves. Defaults to the default group.
 
     Raises:
@@ -209,7 +209,6 @@ class _Files:
     meta: Mapping[str, Any]
 
     def common(self, blobs: Mapping[str, bytes]) -> Any:
-        """Return the plain values."""
         return _value(blobs[COMMON], COMMON) if COMMON in blobs else self.reader.common()
 
 

@@ -17,7 +17,7 @@ CONFIG, DEFAULT = "adapter_config.json", "default"
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return True if a module is a peft model."""
+    """Return ``True`` if a module is a peft model."""
     return hasattr(module, "peft_config") and hasattr(module, "active_peft_config")
 
 

@@ -52,7 +52,7 @@ class CheckpointIO:
     # -- methods that plugins override -----------------------------------------------------------------------------
 
     def writes(self) -> bool:
-        """Return True if this rank writes files."""
+        """Return ``True`` if this rank writes files."""
         return True
 
     def agree(self, error: Exception | None, what: str) -> None:
@@ -131,7 +131,7 @@ class CheckpointIO:
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        """Save a model's weights. See :meth:`Booster.save_model` for the arguments.
+        """Save a model's weights. See ``Booster.save_model`` for the arguments.
 
         Without ``use_async`` only one shard is in memory at a time.
         """
@@ -174,7 +174,7 @@ class CheckpointIO:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> nn.Module:
-        """Load a model's weights and return the model. See :meth:`Booster.load_model` for the arguments.
+        """Load a model's weights and return the model. See ``Booster.load_model`` for the arguments.
 
         A directory of adapters loads into a model with these adapters.
         """
@@ -248,7 +248,7 @@ class CheckpointIO:
         size_per_shard: float = 1024,
         use_async: bool = False,
     ) -> None:
-        """Save an optimizer's state, parameter groups and loss scale. See :meth:`Booster.save_optimizer` for the
+        """Save an optimizer's state, parameter groups and loss scale. See ``Booster.save_optimizer`` for the
         arguments.
 
         torch's ``optimizer.load_state_dict`` also accepts the content of a single file.
@@ -288,7 +288,7 @@ class CheckpointIO:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Load an optimizer's state. See :meth:`Booster.load_optimizer` for the arguments; ``prefix`` is the save's.
+        """Load an optimizer's state. See ``Booster.load_optimizer`` for the arguments; ``prefix`` is the save's.
 
         The file may also be a torch optimizer's saved state dict. Saved options of the groups (lr, ...) replace the
         current ones.

@@ -33,7 +33,6 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
     """
 
     def full_module(self, model: HybridParallelModel) -> nn.Module:
-        """Return the full model on the meta device."""
         return model.cut.shell
 
     def tied_names(self, model: nn.Module) -> dict[tuple[str, ...], torch.dtype]:

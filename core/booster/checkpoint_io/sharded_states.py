@@ -48,7 +48,7 @@ def full_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]]
     """Yield (index, full state) of each parameter that has been updated, in order.
 
     This is collective if the optimizer is sharded, so every rank must exhaust the iterator. Tensors have the
-    parameter's shape and are on the gradients' device. Raises :class:`PeerLost` within seconds if other ranks do not
+    parameter's shape and are on the gradients' device. Raises ``PeerLost`` within seconds if other ranks do not
     join.
     """
     for group, _ in _names_by_group(engine):

@@ -29,7 +29,7 @@ class TorchDDPCheckpointIO(GeneralCheckpointIO):
         self.group = group
 
     def writes(self) -> bool:
-        """Return True on the group's first rank."""
+        """Return ``True`` on the group's first rank."""
         return dist.get_rank(self.group) == 0
 
     def agree(self, error: Exception | None, what: str) -> None:

@@ -55,8 +55,8 @@ def shard_like(value: Any, param: Any) -> Any:
     """Return this rank's shard of a full tensor. Does not communicate.
 
     Args:
-        value (Any): A tensor of the parameter's full shape. Other values are returned unchanged.
-        param (Any): The sharded parameter.
+        value: A tensor of the parameter's full shape. Other values are returned unchanged.
+        param: The sharded parameter.
 
     Raises:
         ValueError: If the tensor has another shape and more than one element.

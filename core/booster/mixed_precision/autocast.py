@@ -29,7 +29,6 @@ class AutocastModel(ModelWrapper):
         self._device_type = device_type
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward under autocast."""
         with torch.autocast(self._device_type or _device_type(self), self.dtype):
             return self.module(*args, **kwargs)
 
@@ -53,7 +52,7 @@ class BF16MixedPrecision(MixedPrecision):
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Wrap the model and the criterion in autocast. See :meth:`MixedPrecision.configure`."""
+        """Wrap the model and the criterion in autocast. See ``MixedPrecision.configure``."""
         boosted = AutocastModel(model, torch.bfloat16)
         if criterion is not None:
             criterion = under_autocast(criterion, boosted, torch.bfloat16)

@@ -64,7 +64,7 @@ class FP16TorchMixedPrecision(MixedPrecision):
     ) -> Configured:
         """Wrap the model and the criterion in autocast, and the optimizer with the loss scale.
 
-        See :meth:`MixedPrecision.configure` for the arguments.
+        See ``MixedPrecision.configure`` for the arguments.
         """
         boosted = AutocastModel(model, torch.float16)
         if optimizer is not None:

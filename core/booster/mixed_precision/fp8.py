@@ -38,7 +38,7 @@ class FP8MixedPrecision(MixedPrecision):
     ) -> Configured:
         """Wrap the model and the criterion in bf16 autocast, with linear layers in fp8.
 
-        See :meth:`MixedPrecision.configure` for the arguments.
+        See ``MixedPrecision.configure`` for the arguments.
 
         Raises:
             ValueError: If no linear layer has suitable sizes.

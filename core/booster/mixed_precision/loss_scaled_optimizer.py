@@ -46,7 +46,7 @@ class TorchAMPOptimizer(OptimizerWrapper):
 
         Args:
             loss (Tensor): The loss, without the scale.
-            inputs (Any, optional): As in torch.Tensor.backward.
+            inputs: As in torch.Tensor.backward.
             retain_graph (bool, optional): As in torch.Tensor.backward.
             **kwargs: As in torch.Tensor.backward.
 
@@ -63,7 +63,7 @@ class TorchAMPOptimizer(OptimizerWrapper):
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """Continue a backward from a scaled gradient. See :meth:`OptimizerWrapper.backward_by_grad`."""
+        """Continue a backward from a scaled gradient. See ``OptimizerWrapper.backward_by_grad``."""
         self._scaled = True
         with scaled_backward(self.scaler):
             super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
@@ -92,12 +92,12 @@ class TorchAMPOptimizer(OptimizerWrapper):
         self._unscaled = True
 
     def clip_grad_by_norm(self, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Clip the norm of the unscaled gradient. See :meth:`OptimizerWrapper.clip_grad_by_norm`."""
+        """Clip the norm of the unscaled gradient. See ``OptimizerWrapper.clip_grad_by_norm``."""
         self.unscale_grad()
         return super().clip_grad_by_norm(max_norm, *args, **kwargs)
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Clip the elements of the unscaled gradient. See :meth:`OptimizerWrapper.clip_grad_by_value`."""
+        """Clip the elements of the unscaled gradient. See ``OptimizerWrapper.clip_grad_by_value``."""
         self.unscale_grad()
         super().clip_grad_by_value(clip_value, *args, **kwargs)
 

@@ -38,7 +38,7 @@ class FP32MixedPrecision(MixedPrecision):
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Wrap the model and the optimizer without changing them. See :meth:`MixedPrecision.configure`."""
+        """Wrap the model and the optimizer without changing them. See ``MixedPrecision.configure``."""
         return as_wrapped(model), as_wrapped_optimizer(optimizer), criterion
 
 

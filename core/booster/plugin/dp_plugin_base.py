@@ -176,7 +176,7 @@ class DPPluginBase(Plugin):
             drop_last (bool, optional): Drop the last samples, instead of repeating some or making a smaller batch.
             pin_memory (bool, optional): As in torch's DataLoader.
             num_workers (int, optional): As in torch's DataLoader.
-            distributed_sampler_cls (Any, optional): Class or function called as (dataset, num_replicas=, rank=,
+            distributed_sampler_cls: Class or function called as (dataset, num_replicas=, rank=,
                 shuffle=), and with seed and drop_last if it accepts them. Defaults to torch's DistributedSampler.
             **kwargs: Other options of torch's DataLoader.
 
@@ -235,19 +235,17 @@ class DPPluginBase(Plugin):
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
     ) -> nn.Module:
-        """Add LoRA adapters with peft. See :meth:`Booster.enable_lora` for the arguments."""
+        """Add LoRA adapters with peft. See ``Booster.enable_lora`` for the arguments."""
         return add_lora(model, pretrained_dir, lora_config, bnb_quantization_config)
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a function has parameters for."""
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in options.items() if takes_any or name in parameters}
 
 
 def _seed_worker(worker: int, *, seed: int, then: Callable[[int], None] | None) -> None:
-    """Seed a dataloader's worker when it starts."""
     random.seed(seed + worker)
     np.random.seed((seed + worker) % 2**32)
     torch.manual_seed(seed + worker)

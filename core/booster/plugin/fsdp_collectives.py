@@ -18,7 +18,6 @@ class Allocating:
     """Base class that allocates new memory for each collective; FSDP frees it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 

@@ -91,5 +91,4 @@ class HybridParallelModel(LowLevelZeroModel):
             )
 
     def cast(self, inputs: Any) -> Any:
-        """Cast floating-point inputs to the plugin's precision."""
         return inputs if self.cast_to is None else tree.tree_map_only(torch.Tensor, self._cast, inputs)

@@ -32,7 +32,7 @@ def run_pipeline(
     microbatches: tuple[int | None, int | None],
     returns: tuple[bool, bool],
 ) -> dict[str, Any]:
-    """Run forward and backward of an iterator's next batch. See :meth:`HybridParallelPlugin.execute_pipeline`.
+    """Run forward and backward of an iterator's next batch. See ``HybridParallelPlugin.execute_pipeline``.
 
     ``microbatches`` is (number of microbatches, rows per microbatch), one of which may be ``None``, and ``returns``
     selects (loss, outputs). Raises RuntimeError if the model has no pipeline stages, TypeError if ``data_iter`` is not
@@ -112,7 +112,6 @@ def run_pipeline(
 
 
 def _next_of(data_iter: Any) -> dict[str, Any]:
-    """Return the next batch of an iterator."""
     try:
         return dict(next(data_iter))
     except StopIteration:

@@ -55,11 +55,9 @@ class LowLevelZeroModel(LabelMeanModel, AMPModelMixin):
         self.data_groups = data_groups
 
     def parts(self) -> list[Any]:
-        """Return the plain modules of this rank's chunks."""
         return list(self.cut.parts)
 
     def unwrap(self) -> nn.Module:
-        """Return the user's own module, or this rank's first stage of it."""
         part: nn.Module = self.cut.parts[0]
         return part
 
@@ -91,7 +89,6 @@ class LowLevelZeroModel(LabelMeanModel, AMPModelMixin):
         return self.engine is not None
 
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, with inputs and outputs cast."""
         if self.cast_to is not None:
             args, kwargs = tree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         outputs = self.module(*args, **kwargs)

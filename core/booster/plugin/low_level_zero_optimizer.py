@@ -89,7 +89,6 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters of the model, in the order of the groups that the optimizer was created with."""
         return [param for params in self.engine.user_params for param in params]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -113,7 +112,6 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate this rank's gradients within a block without reducing them."""
         with all_of(chunk.no_sync() for chunk in self.chunks):
             yield
 
@@ -176,10 +174,8 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         """Clamp each element of this step's unscaled gradient to [-clip_value, clip_value]. Collective.
 
         Several calls in one step act in their order, as with torch's functions. The plugin's limit ``max_norm`` is
-        applied last. ``get_grad_norm`` returns the clamped gradient's norm, unless a norm was clipped before.
-
-        Raises:
-            ValueError: On every rank, if ``clip_value`` is not positive or differs between ranks.
+        applied last. ``get_grad_norm`` returns the clamped gradient's norm, unless a norm was clipped before. Raises
+        ValueError on every rank if ``clip_value`` is not positive or differs between ranks.
         """
         self._make_ready()  # first: this rank may have had no backward, where others agree on theirs
         check_limit("clip_value", clip_value, check_clip_value, self._together)

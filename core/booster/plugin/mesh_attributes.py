@@ -64,19 +64,15 @@ class StageManager:
         return self.stage == 0
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
-        """Return ``True`` on the rank with the model's last layers.
-
-        With ``ignore_chunk``, return ``True`` on the last rank of the pipeline instead, which differs under
-        pp_style='zbv'.
+        """Return ``True`` on the rank with the model's last layers, or with ``ignore_chunk`` on the pipeline's last
+        rank.
         """
         return self.stage == (self.num_stages - 1 if ignore_chunk else self.last)
 
     def is_first_device(self) -> bool:
-        """Return True on the first rank of the pipeline."""
         return self.is_first_stage(ignore_chunk=True)
 
     def is_last_device(self) -> bool:
-        """Return True on the last rank of the pipeline."""
         return self.is_last_stage(ignore_chunk=True)
 
 
@@ -103,7 +99,6 @@ class MeshAttributes(ABC):
 
     @property
     def dp_size(self) -> int:
-        """Number of model replicas."""
         return self.world_size // (self.tp_size * self.pp_size * self.sp_size)
 
     @property
@@ -113,7 +108,6 @@ class MeshAttributes(ABC):
 
     @property
     def tp_group(self) -> ProcessGroup:
-        """Tensor-parallel ranks."""
         return self.groups().require("tp")
 
     @property
@@ -129,22 +123,18 @@ class MeshAttributes(ABC):
 
     @property
     def dp_axis(self) -> int:
-        """Data-parallel axis of ``pg_mesh``."""
         return 0 if self.dp_outside else 1
 
     @property
     def pp_axis(self) -> int:
-        """Pipeline axis of ``pg_mesh``."""
         return 1 - self.dp_axis
 
     @property
     def tp_axis(self) -> int:
-        """Tensor-parallel axis of ``pg_mesh``."""
         return 2 if self.sp_size == 1 else 3
 
     @property
     def sp_axis(self) -> int:
-        """Sequence-parallel axis of ``pg_mesh``."""
         return 5 - self.tp_axis
 
     @property
@@ -160,14 +150,12 @@ class MeshAttributes(ABC):
 
     @property
     def stage_manager(self) -> StageManager | None:
-        """Position of this rank in its pipeline, or ``None`` without a pipeline."""
         if self.pp_size == 1:
             return None
         return StageManager(self.groups().rank("pp"), self.pp_size, 0 if self.pp_style == "zbv" else self.pp_size - 1)
 
     @property
     def shard_config(self) -> PluginShardConfig:
-        """Configuration of the model's split."""
         more = {"pipeline_stage_manager": self.stage_manager, "sequence_parallelism_mode": self.sequence_parallel}
         return PluginShardConfig.of(
             self._arguments, self.tp_group, self.tp_size, sequence_parallel_process_group=self.sp_group, **more

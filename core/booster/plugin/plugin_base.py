@@ -77,7 +77,7 @@ class Plugin(ABC):
         distributed_sampler_cls: Any = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """Create a dataloader over this rank's part of a dataset. See :meth:`DPPluginBase.prepare_dataloader`."""
+        """Create a dataloader over this rank's part of a dataset. See ``DPPluginBase.prepare_dataloader``."""
 
     def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
         """Check the arguments of ``boost`` before ``configure``, and raise if they are rejected on this rank.
@@ -134,8 +134,8 @@ class Plugin(ABC):
         Args:
             model (Module): The plain model.
             pretrained_dir (str, optional): Directory of saved adapters. Defaults to new adapters.
-            lora_config (Any, optional): A peft.LoraConfig.
-            bnb_quantization_config (Any, optional): Not supported by the plugins here.
+            lora_config: A peft.LoraConfig.
+            bnb_quantization_config: Not supported by the plugins here.
         """
         raise NotImplementedError(f"{type(self).__name__} does not support LoRA; use TorchDDPPlugin")
 
@@ -162,6 +162,6 @@ class PipelinePluginBase(Plugin):
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Run forward and backward of one batch through all stages. See :meth:`Booster.execute_pipeline` for the
+        """Run forward and backward of one batch through all stages. See ``Booster.execute_pipeline`` for the
         arguments.
         """

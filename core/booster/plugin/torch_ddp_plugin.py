@@ -92,7 +92,7 @@ class TorchDDPPlugin(DPPluginBase):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Move the model to the device, synchronize its batch norms, and wrap it. See :meth:`Plugin.configure`."""
+        """Move the model to the device, synchronize its batch norms, and wrap it. See ``Plugin.configure``."""
         device = self.device()
         in_8_bits = (n for n, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize == 1)
         first = next(in_8_bits, None)
@@ -137,7 +137,7 @@ class TorchDDPPlugin(DPPluginBase):
 
         Args:
             model (Module): The boosted model, which may have been wrapped further.
-            optimizer (Any, optional): Ignored.
+            optimizer: Ignored.
 
         Raises:
             ValueError: If the plugin has not boosted the model.

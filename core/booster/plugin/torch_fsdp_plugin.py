@@ -98,22 +98,18 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         self.device = device
 
     def clip_grad_by_norm(self, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Clip the norm of all ranks' gradients. See :meth:`OptimizerWrapper.clip_grad_by_norm`. Collective.
+        """Clip the norm of all ranks' gradients, as ``OptimizerWrapper.clip_grad_by_norm`` does. Collective.
 
-        Raises:
-            ValueError: On every rank, if ``max_norm`` is not positive or differs between ranks.
-            RuntimeError: If FSDP has left a gradient unreduced.
+        Raises ValueError on every rank if ``max_norm`` is not positive or differs between ranks, and RuntimeError if
+        FSDP has left a gradient unreduced.
         """
         check_limit("max_norm", max_norm, check_max_norm, self.groups)
         self._check_reduced()
         return super().clip_grad_by_norm(max_norm, *args, **kwargs)
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Clamp each element of the gradient to [-clip_value, clip_value]. Collective.
-
-        Raises:
-            ValueError: On every rank, if ``clip_value`` is not positive or differs between ranks.
-            RuntimeError: If FSDP has left a gradient unreduced.
+        """Clamp each element of the gradient to [-clip_value, clip_value]. Collective. Raises as ``clip_grad_by_norm``
+        does.
         """
         check_limit("clip_value", clip_value, check_clip_value, self.groups)
         self._check_reduced()
@@ -146,7 +142,7 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
             )
 
     def agree_on_overflow(self, found: bool) -> bool:
-        """Return True if any rank found inf or NaN in its shard. Collective."""
+        """Return ``True`` if any rank found inf or NaN in its shard. Collective."""
         return agree.any(found, self.groups, "an overflow")
 
 
@@ -265,7 +261,7 @@ class TorchFSDPPlugin(DPPluginBase):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Shard the model and the state of the optimizer, which gets the shards. See :meth:`Plugin.configure`."""
+        """Shard the model and the state of the optimizer, which gets the shards. See ``Plugin.configure``."""
         device = self.device()
         ignored = {inner for module in self.ignored_modules for inner in module.modules()}
         units = units_of(model, self.auto_wrap_policy, self.mixed_precision, ignored)
@@ -387,7 +383,7 @@ class TorchFSDPPlugin(DPPluginBase):
 
         Args:
             model (Module): The boosted model, which may have been wrapped further.
-            optimizer (Any, optional): Ignored.
+            optimizer: Ignored.
 
         Raises:
             ValueError: If the plugin has not boosted the model.

@@ -68,7 +68,7 @@ class ZeroPluginBase(DPPluginBase):
     """
 
     cutting: Cutting | None = None  # None: every rank has the full model, which may be any module
-    dp_outside = True  # True if ranks of one replica of a split model are neighbours; False if ranks of one stage are
+    dp_outside = True  # True if ranks of one replica of a split model are neighbors; False if ranks of one stage are
     _outside = "dp_outside"  # name of that option, for messages
     broadcast_buffers = True
     force_outputs_fp32 = False  # True to cast floating-point outputs of the forward to fp32
@@ -119,7 +119,6 @@ class ZeroPluginBase(DPPluginBase):
 
     @property
     def _name(self) -> str:
-        """Return the plugin's name for messages."""
         return type(self).__name__
 
     def _check_numbers(self, arguments: dict[str, Any]) -> None:
@@ -209,7 +208,6 @@ class ZeroPluginBase(DPPluginBase):
     # -- what the Booster asks ----------------------------------------------------------------------------------------
 
     def supported_precisions(self) -> list[str]:
-        """Return the names that ``precision`` may have."""
         return list(DTYPES)
 
     def control_precision(self) -> bool:
@@ -244,7 +242,6 @@ class ZeroPluginBase(DPPluginBase):
         return self.groups().rank("dp") if has_groups else self.rank
 
     def data_size(self) -> int:
-        """Return the number of parts of the data."""
         return self.groups().size("dp") if parallel_state.model_parallel_is_initialized() else self.world_size
 
     # -- boost --------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ class Names(NamedTuple):
     index_file: str
 
     def shard(self, number: int) -> str:
-        """Return the name of a shard. Numbers start at 1."""
         stem, suffix = self.whole.rsplit(".", 1)
         return f"{stem}-{number:05d}.{suffix}"
 
@@ -93,12 +92,12 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, pref
 
 
 def _is_ours(file: Path) -> bool:
-    """Return True if a weight file or an index carries a checksum."""
+    """Return ``True`` if a weight file or an index carries a checksum."""
     return ("crc32" in read_names(file)[1]) if is_index(file) else checksum_in(file) is not None
 
 
 def is_index(path: Path) -> bool:
-    """Return True if the file has the name of an index."""
+    """Return ``True`` if the file has the name of an index."""
     return path.name.endswith(INDEX_SUFFIX) or path.suffix == ".json"
 
 
@@ -243,12 +242,10 @@ def _expect_names(path: Path, expected: set[str], found: Iterable[Any]) -> None:
 
 
 def _next_to(index: Path, name: str) -> Path:
-    """Return the path of a file that an index from ``committed`` names."""
     file = index.parent / file_name(name)
     return index.parent.parent / name if index.parent.name.startswith(SAVING) and not file.exists() else file
 
 
 def _crc32_of_index(content: Mapping[str, Any]) -> str:
-    """Return the checksum of an index without its checksum entry."""
     rest = {**content, "metadata": {key: value for key, value in content["metadata"].items() if key != "crc32"}}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"

@@ -97,7 +97,7 @@ class Description(NamedTuple):
 
 
 def is_kind_with_point(kind: str) -> bool:
-    """Return True for a floating point or complex dtype, by torch's or safetensors' name."""
+    """Return ``True`` for a floating point or complex dtype, by torch's or safetensors' name."""
     return kind.lower().startswith(("f", "bf", "c"))
 
 
@@ -203,7 +203,7 @@ def only_writer(place: Path, make: Callable[[Path], Any]) -> Iterator[None]:
 
 
 def _is_ours(descriptor: int, place: Path) -> bool:
-    """Return True if this process locked the file and the file still exists under its name."""
+    """Return ``True`` if this process locked the file and the file still exists under its name."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -58,11 +58,9 @@ class FileTensor:
         self.shape = torch.Size(source.get_shape())
 
     def get_shape(self) -> list[int]:
-        """Return the shape as a list, like a slice of the file."""
         return list(self.shape)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Read some rows to the CPU."""
         part: Tensor = self.source[rows]
         return part
 

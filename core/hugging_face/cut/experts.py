@@ -99,7 +99,6 @@ class ExpertsForward(SeamForward):
         self.share = (groups.rank("tp"), groups.size("tp")) if full_experts else (0, 1)
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the weighted sum of each token's experts."""
         with contextlib.nullcontext() if self.watch is None else self.watch.paused():
             output = self._run(*args, **kwargs)
         if self.watch is not None:

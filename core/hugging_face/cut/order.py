@@ -21,12 +21,7 @@ OF_DECODER = ("decoder_", "labels")  # prefixes of arguments as long as the deco
 
 @dataclass(frozen=True)
 class Watched:
-    """Findings of a forward of the full model.
-
-    Attributes:
-        sides: Side on which each module with parameters was used.
-        streams: Tensors that pass between layers.
-    """
+    """Findings of a forward of the full model: the side on which each module was used, and tensors between layers."""
 
     sides: Mapping[str, Side]
     streams: Streams

@@ -39,7 +39,6 @@ class Shown(NamedTuple):
 
     @classmethod
     def of(cls, output: Any) -> Shown:
-        """Extract the compared values from a model's output."""
         if isinstance(output, Tensor):
             return cls(output.detach())
         named = output.items() if hasattr(output, "keys") else enumerate(output)

@@ -159,7 +159,6 @@ class Split:
 
     @property
     def length(self) -> int:
-        """Size of the cut dimension in the full model."""
         return self.shape[self.dim]
 
     def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:

@@ -36,7 +36,6 @@ def longest_fit(name: str, ends: Iterable[str]) -> str | None:
 
 
 def _rules(**modules: str) -> dict[str, str | Style]:
-    """Build rules from a string of module names for each style."""
     return {name: style for style, names in modules.items() for name in names.split()}
 
 

@@ -60,8 +60,7 @@ def rounded_otherwise(model: nn.Module) -> Iterator[None]:
 
 
 def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of floating-point tensors that transformers keeps in another dtype when it loads a model in
-    ``dtype``.
+    """Return the dtypes of tensors that transformers keeps in another dtype when it loads a model in ``dtype``.
 
     Transformers models inside any module are considered.
     """

@@ -123,7 +123,6 @@ class _Reader:
         self.full_weights = {id(each.weight) for each in embeddings if len(list(each.parameters(recurse=False))) > 1}
 
     def plan(self) -> Plan:
-        """Build the plan from the rules."""
         splits: dict[str, Split] = {}
         seams: dict[str, Seam] = {}
         partial: set[str] = set()
@@ -247,7 +246,6 @@ class _Reader:
 
 
 def _embedding(model: Any, end: str) -> nn.Module | None:
-    """Return the input or output embedding, or ``None`` if the model has none."""
     try:
         return getattr(model, f"get_{end}_embeddings")()
     except (AttributeError, NotImplementedError):

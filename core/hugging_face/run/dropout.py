@@ -132,7 +132,6 @@ class SplitRegions:
                 self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

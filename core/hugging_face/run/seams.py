@@ -151,7 +151,6 @@ class SeamForward:
         return self._copied(value) if action == "copy" else self._changed(action, value) if action else value
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _changed(self, action: str, value: Tensor) -> Tensor:

@@ -50,12 +50,10 @@ class ModelCut:
 
     @property
     def count(self) -> int:
-        """Number of layers."""
         return sum(self.counts)
 
     @property
     def layers(self) -> list[str]:
-        """Names of the layers, in order."""
         return [f"{name}.{i}" for name, n in zip(self.lists, self.counts, strict=True) for i in range(n)]
 
 
@@ -99,11 +97,8 @@ class StageForward:
         """Run the stage, and return the tensors to send, or on the last stage the model's output.
 
         ``received`` are the tensors that the previous stage sent, and ``None`` only on the first stage. The tensors to
-        send are hidden states [batch, sequence, hidden], or a tuple as ``streams`` describes.
-
-        Raises:
-            ValueError: If ``received`` is missing, or given on the first stage.
-            PlanError: If the forward ends without reaching the next stage's layer, or router logits are requested.
+        send are hidden states [batch, sequence, hidden], or a tuple as ``streams`` describes. Raises PlanError if the
+        forward ends without reaching the next stage's layer, or router logits are requested.
         """
         if (received is None) != self.part.pre_process:
             what = "and got none" if received is None else "and this is the first stage, which has none before it"

@@ -28,18 +28,8 @@ def stage_of(chunk: nn.Module) -> StageForward:
 def stage_forward_step(chunk: nn.Module, microbatch: Mapping[str, Any], hidden: Tensor | None) -> Any:
     """Run one microbatch through one stage: the forward step for a PipelineRunner.
 
-    The step's loss is the mean over microbatches.
-
-    Args:
-        chunk: This rank's stage, wrapped or not.
-        microbatch: The model's arguments with labels, the same on every stage.
-        hidden: Tensors received from the previous stage; None on the first.
-
-    Returns:
-        The tensors to send, or on the last stage the model's own loss.
-
-    Raises:
-        ValueError: If the last stage computed no loss.
+    ``microbatch`` has the model's arguments with labels, the same on every stage. The step's loss is the mean over
+    microbatches. Return the tensors to send, or on the last stage the model's own loss; ValueError if there is none.
     """
     stage = stage_of(chunk)
     output = chunk(received=hidden, **microbatch)
@@ -56,13 +46,8 @@ def stage_activations(
     """Return a function from a stage index to the meta tensors that the stage sends, for a PipelineRunner.
 
     These are hidden states [microbatch, sequence, hidden]. Stages of an encoder-decoder also send the inputs of the
-    decoder's first layer, the encoder's output, and T5's position biases.
-
-    Args:
-        chunk: A stage of the model.
-        microbatch_size: Number of rows.
-        sequence_length: Length of the encoder's tokens, or of a causal model's.
-        target_length: Length of the decoder's tokens.
+    decoder's first layer, the encoder's output, and T5's position biases. ``sequence_length`` counts the tokens of the
+    encoder, or of a causal model, and ``target_length`` those of the decoder.
     """
     stage = stage_of(chunk)
     sizes = Sizes(microbatch_size, sequence_length, target_length)

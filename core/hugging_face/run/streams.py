@@ -42,11 +42,9 @@ class Form:
     is_split: bool = False
 
     def shape(self, sizes: Sizes) -> list[int]:
-        """Return the shape for these sizes."""
         return [number + (getattr(sizes, name) if name else 0) for number, name in self.dims]
 
     def meta(self, sizes: Sizes) -> Tensor:
-        """Return a tensor of this shape on the meta device."""
         return torch.empty(self.shape(sizes), dtype=self.dtype, device="meta")
 
     def over(self, heads: Collection[int], tp: int) -> Form:
@@ -62,12 +60,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Call:
-    """Call of a layer.
+    """Call of a layer: the arguments that depend on learned values, hidden states first, and their forms.
 
-    Attributes:
-        slots: Arguments that depend on learned values, hidden states first.
-        forms: Forms of these arguments.
-        results: Length of the tuple that the layer returns; 0 for a tensor; None if unknown.
+    ``results`` is the length of the tuple that the layer returns, 0 for a tensor, or ``None`` if unknown.
     """
 
     slots: tuple[Slot, ...]
@@ -108,7 +103,6 @@ class Streams:
         return Sizes(rows, source, received[len(self.calls[layer].slots) if layer < self.decoder else 1].shape[1])
 
     def over(self, heads: Collection[int], tp: int) -> Streams:
-        """Return the streams on one of ``tp`` ranks."""
         calls = [replace(call, forms=tuple(form.over(heads, tp) for form in call.forms)) for call in self.calls]
         return replace(self, calls=tuple(calls))
 

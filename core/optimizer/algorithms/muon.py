@@ -49,7 +49,6 @@ class MatrixLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that hold parts."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 

@@ -80,14 +80,11 @@ def orthogonalize(matrix: torch.Tensor, triples: tuple[Triple, ...], eps: float 
 
 
 def shape_factor(mode: str, rows: int, columns: int) -> float:
-    """Return the scale factor of an orthogonalized update.
+    """Return the scale factor of an orthogonalized update of a [rows, columns] matrix.
 
-    Args:
-        mode: 'spectral': sqrt(max(rows, columns)), which gives entries a root mean square of one, as sign updates have
-            (Moonshot, arXiv:2502.16982; with an extra factor 0.2, AdamW's). 'shape_scaling': sqrt(max(1, rows /
-            columns)) (Jordan). 'unit_rms_norm': sqrt(rows / columns) (Bernstein, 2025: deriving Muon). 'none': 1.
-        rows: Rows of the matrix.
-        columns: Columns of the matrix.
+    The modes are 'spectral': sqrt(max(rows, columns)), which gives entries a root mean square of one, as sign updates
+    have (Moonshot, arXiv:2502.16982; with an extra factor 0.2, AdamW's); 'shape_scaling': sqrt(max(1, rows / columns))
+    (Jordan); 'unit_rms_norm': sqrt(rows / columns) (Bernstein, 2025: deriving Muon); and 'none': 1.
     """
     if mode == "spectral":
         return math.sqrt(max(rows, columns))

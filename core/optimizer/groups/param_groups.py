@@ -179,9 +179,7 @@ class ParamGroups:
     def agree(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Merge the group lists of all ranks. Collective over ``groups`` in order, which must reach all ranks.
 
-        Raises:
-            ValueError: On every rank, if overrides contradict each other for a parameter of any rank, or if an override
-                matches no parameter of any rank.
+        Raises ValueError on every rank if overrides contradict each other, or match no parameter of any rank.
         """
         used = [key in self.matched for key in self.overrides]
         answers = agree.gather((self.keys, used, self.problem), groups, "the param groups")
@@ -198,7 +196,6 @@ class ParamGroups:
                 )
 
     def of(self, param: nn.Parameter) -> int:
-        """Return the index of a parameter's group."""
         return self._index[self._key_of[id(param)]]
 
     def needs_whole(self, param: nn.Parameter) -> str | None:

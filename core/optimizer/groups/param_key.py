@@ -118,7 +118,6 @@ class ParamKey:
         return bool(self.with_name_predicate) or not COUNTING.isdisjoint("".join(_several(self.name)))
 
     def __str__(self) -> str:
-        """Return the criteria that are set, with predicates by their names."""
         shown = [f"name={name!r}" for name in _several(self.name)]
         shown += [f"attr={attr!r}" for attr in _several(self.attr)]
         shown += [f"predicate {predicate.name!r}" for predicate in _several(self.predicate)]

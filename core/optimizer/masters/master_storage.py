@@ -74,7 +74,6 @@ class ParameterStorage:
         """Load saved masters from pairs of (first element, values). Other elements keep their masters."""
 
     def part(self, low: int, high: int, shards: Sequence[ParamShard]) -> ParameterStorage:
-        """Return the storage of elements [low, high), over the same memory."""
         memory = None if self.memory is None else self.memory[low:high]
         return type(self)(shards, memory, self.kept[low:high])
 

@@ -56,17 +56,14 @@ class Segment:
 
     @property
     def start(self) -> int:
-        """First element within the bucket's owned range."""
         return self.shards[0].start
 
     @property
     def numel(self) -> int:
-        """Number of elements, including padding between shards."""
         return self.reduced.numel()
 
     @property
     def group(self) -> int:
-        """Index of the param group."""
         return self.shards[0].group
 
     @property
@@ -289,7 +286,6 @@ class BucketMasters:
         self.bucket.step.owed, self.bucket.step.pending_scale = owed, 1.0
 
     def record_written(self) -> None:
-        """Mark the parameters as changed for autograd."""
         if self.flat is not None:
             self.flat.record_written()
 

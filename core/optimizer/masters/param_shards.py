@@ -50,7 +50,6 @@ class ParamShard(NamedTuple):
         return self.param.data.view(-1)[self.offset : self.offset + self.numel]
 
     def cut(self, start: int, end: int) -> ParamShard:
-        """Return the part of the shard within elements [start, end) of the owned range."""
         low, high = max(self.start, start), min(self.end, end)
         return self._replace(start=low, end=high, offset=self.offset + low - self.start)
 

@@ -28,11 +28,7 @@ class InnerStep:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, at_once: bool = False) -> None:
-        """Record the values in the optimizer's groups.
-
-        ``at_once`` means that one call must have all parameters, because the algorithm computes numbers from several of
-        them.
-        """
+        """Record the values in the optimizer's groups. With ``at_once``, one call must have all parameters."""
         self.optimizer = optimizer
         self.at_once = at_once
         groups = optimizer.param_groups

@@ -118,7 +118,6 @@ class ScaleWatch:
             self.unscaled = "the loss of a microbatch"
 
     def reset(self) -> None:
-        """Begin a new step."""
         self.unscaled = None
 
     @property

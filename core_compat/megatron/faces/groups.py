@@ -35,7 +35,7 @@ get_expert_data_parallel_rank = arguments(_PARTIAL)(parallel_state.get_expert_da
 
 
 def is_unitialized() -> bool:
-    """Return True before initialize_model_parallel. The spelling is Megatron's."""
+    """Return ``True`` before initialize_model_parallel. The spelling is Megatron's."""
     return not parallel_state.is_initialized()
 
 
@@ -49,7 +49,6 @@ def _place(group: Any) -> tuple[int, list[int]]:
 
 
 def _of(argument: str, answer: Callable[[int, list[int]], Any]) -> Callable[..., Any]:
-    """Create a function of one group from a function of (index, ranks)."""
     return arguments(argument)(lambda group: answer(*_place(group)))
 
 

@@ -160,7 +160,7 @@ class HyperCommGrid:
         return self._groups[self._axes(dims)]
 
     def is_current_rank_in_grid(self) -> bool:
-        """Return True if this rank is in the grid."""
+        """Return ``True`` if this rank is in the grid."""
         return self.rank_offset <= dist.get_rank() < self.rank_offset + self.size
 
     def destroy(self) -> None:

@@ -37,7 +37,6 @@ class Float16Module(nn.Module):
     sharded_state_dict = sharded_state_dict
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
-        """Pass the hidden state of the previous stage to the module."""
         get_attr_wrapped_model(self.module, "set_input_tensor")(hidden)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:

@@ -73,7 +73,6 @@ class DeferringHead:
         return self.inner.prepared(hidden) if isinstance(self.inner, SeamForward) else hidden
 
     def shape_of(self, hidden: Tensor) -> torch.Size:
-        """Return the shape of this rank's logits."""
         sizes = list(hidden.shape)
         if isinstance(self.inner, SeamForward) and self.inner.seam.before == "gather sequence":
             sizes[-2] *= group_size(self.inner.group)
@@ -110,7 +109,6 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def of(cls, head: DeferringHead, hidden: Tensor, shape: torch.Size, chunk: int) -> DeferredLogits:
-        """Defer the logits of an output layer's input."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         # NaN makes C++ functions that bypass __torch_function__ visible.

@@ -208,7 +208,6 @@ class _SplitLogits(Tensor):
 
 
 def _use_of_a_part(name: str) -> PlanError:
-    """Create the error for a function called on split logits."""
     return PlanError(
         f"{name} of logits that hold this tensor-parallel rank's part of the vocabulary: use the model's own loss "
         "(labels=), or core.hugging_face.gather_logits(logits), or split the model with parallel_output=False"
