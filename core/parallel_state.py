@@ -307,43 +307,43 @@ def _group(name: str, check_initialized: bool = True) -> ProcessGroup | None:
     return None if _state.groups is None else getattr(_state.groups, name)
 
 
-def _group_getter(name: str, meaning: str) -> Callable[..., ProcessGroup | None]:
+def _group_getter(name: str, members: str) -> Callable[..., ProcessGroup | None]:
     def get(check_initialized: bool = True) -> ProcessGroup | None:
         return _group(name, check_initialized)
 
-    get.__doc__ = meaning
+    get.__doc__ = f"Return the group of {members}"
     return get
 
 
-get_tensor_model_parallel_group = _group_getter("tp", "The ranks over which this rank's tensors are split.")
-get_expert_tensor_parallel_group = _group_getter("expt_tp", "The ranks over which each expert's tensors are split.")
-get_context_parallel_group = _group_getter("cp", "The ranks that split the sequence of one sample.")
-get_expert_model_parallel_group = _group_getter("ep", "The ranks over which experts are distributed.")
-get_pipeline_model_parallel_group = _group_getter("pp", "The stages of this rank's pipeline.")
+get_tensor_model_parallel_group = _group_getter("tp", "ranks over which this rank's tensors are split.")
+get_expert_tensor_parallel_group = _group_getter("expt_tp", "ranks over which each expert's tensors are split.")
+get_context_parallel_group = _group_getter("cp", "ranks that split the sequence of one sample.")
+get_expert_model_parallel_group = _group_getter("ep", "ranks over which experts are distributed.")
+get_pipeline_model_parallel_group = _group_getter("pp", "stages of this rank's pipeline.")
 
-get_model_parallel_group = _group_getter("mp", "The ranks that hold one dense model replica: tensor x pipeline.")
-get_tensor_and_context_parallel_group = _group_getter("tp_cp", "The ranks that work on the same samples in one stage.")
-get_embedding_group = _group_getter("embd", "The stages that hold the tied word embedding; other ranks have none.")
+get_model_parallel_group = _group_getter("mp", "ranks that hold one dense model replica: tensor x pipeline.")
+get_tensor_and_context_parallel_group = _group_getter("tp_cp", "ranks that work on the same samples in one stage.")
+get_embedding_group = _group_getter("embd", "stages that hold the tied word embedding; other ranks have none.")
 get_position_embedding_group = _group_getter(
-    "pos_embd", "The stages that hold the position embedding; other ranks have none."
+    "pos_embd", "stages that hold the position embedding; other ranks have none."
 )
 get_expert_tensor_and_model_parallel_group = _group_getter(
-    "tp_ep", "The ranks that hold one stage's experts: expert tensor x expert."
+    "tp_ep", "ranks that hold one stage's experts: expert tensor x expert."
 )
 get_expert_tensor_model_pipeline_parallel_group = _group_getter(
-    "tp_ep_pp", "The ranks that hold all experts of the model once: expert tensor x expert x pipeline."
+    "tp_ep_pp", "ranks that hold all experts of the model once: expert tensor x expert x pipeline."
 )
 get_inter_partial_data_parallel_group = _group_getter(
-    "inter_dp_cp", "This rank's place in every optimizer instance; sharded dense gradients are all-reduced over it."
+    "inter_dp_cp", "ranks at this position in all optimizer instances; it all-reduces sharded dense gradients."
 )
 get_inter_partial_expert_data_parallel_group = _group_getter(
-    "inter_expt_dp", "This rank's place in every optimizer instance; sharded expert gradients are all-reduced over it."
+    "inter_expt_dp", "ranks at this position in all optimizer instances; it all-reduces sharded expert gradients."
 )
 get_intra_distributed_optimizer_instance_group = _group_getter(
-    "intra_dist_opt", "All ranks of this optimizer instance; gradient statistics are reduced over it."
+    "intra_dist_opt", "all ranks of this optimizer instance; gradient statistics are reduced over it."
 )
 get_inter_distributed_optimizer_instance_group = _group_getter(
-    "inter_dist_opt", "This rank's place in every optimizer instance."
+    "inter_dist_opt", "ranks at this position in every optimizer instance."
 )
 
 
@@ -469,8 +469,8 @@ def _size_and_rank(name: str) -> tuple[Callable[[], int], Callable[[], int]]:
     def get_rank() -> int:
         return _rank(name)
 
-    get_world_size.__doc__ = f"Number of ranks of this rank's group '{name}'."
-    get_rank.__doc__ = f"This rank's place in its group '{name}'."
+    get_world_size.__doc__ = f"Return the number of ranks in this rank's group '{name}'."
+    get_rank.__doc__ = f"Return this rank's index in its group '{name}'."
     return get_world_size, get_rank
 
 
@@ -523,8 +523,8 @@ def _setters(name: str) -> tuple[Callable[[int | None], None], Callable[[int | N
     def set_rank(rank: int | None) -> None:
         _override("rank", name, rank)
 
-    set_world_size.__doc__ = f"Make the getter of the size of '{name}' return this."
-    set_rank.__doc__ = f"Make the getter of the rank in '{name}' return this."
+    set_world_size.__doc__ = f"Override the size that the getter for group '{name}' returns, in tests."
+    set_rank.__doc__ = f"Override the rank that the getter for group '{name}' returns, in tests."
     return set_world_size, set_rank
 
 
@@ -610,7 +610,7 @@ def _first_rank(name: str, meaning: str) -> Callable[[], int]:
     def get() -> int:
         return get_process_groups().ranks(name)[0]
 
-    get.__doc__ = f"Global rank of {meaning}."
+    get.__doc__ = f"Return the global rank of {meaning}."
     return get
 
 
