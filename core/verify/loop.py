@@ -39,6 +39,7 @@ from core.verify.microbatches import (
     other_wholes,
     same_data,
 )
+from core.verify.norms import squares_of, wrong_norm
 from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob
 from core.verify.reference import ModelFn, Reference
 from core.verify.report import GradientReport
@@ -139,11 +140,7 @@ class StepCheck:
 
     Args:
         job: The loop's job, which detects the end of a step.
-        build_whole: As in verify_with.
-        bound: As in check_gradients.
-        reference_dtype: As in check_gradients.
         conclude: Called with the report, on all ranks.
-        join_fn: As in verify_with.
         steps: Number of steps to compare, as long as they are right.
 
     Attributes:
@@ -179,6 +176,9 @@ class StepCheck:
         self.autocast: torch.dtype | None = None
         self.until_over = ExitStack()
         self.until_over.enter_context(job.watched(self._finish))
+        self.squares: dict[str, float] | None = None  # squared norms of right gradients, until an optimizer has stepped
+        if isinstance(job, TorchLoopJob):
+            job.at_norm = self._compare_norm
         self.also = AlsoSeen(job)
         self.until_over.callback(self.also.stop)
         self.notes: tuple[str, ...] = ()  # of all compared steps
@@ -256,6 +256,7 @@ class StepCheck:
     def forget(self) -> None:
         """Drop the inputs of a step that was skipped for non-finite gradients; the next step is compared instead."""
         self.forwards, self.noted, self.wholes, self.starts = [], [], [], []
+        self.job.losses = ()
 
     def _finish(self, after_clip: bool = False) -> None:
         """Compare the step that has just ended. Collective over the world.
@@ -289,6 +290,20 @@ class StepCheck:
                 self.before = {}
                 self.until_over.close()
         if not self.listens:
+            self.conclude(self.report)
+
+    def _compare_norm(self, norm: float | None) -> None:
+        """Compare the norm by which Megatron Core's optimizer clips with right gradients' norm. Collective."""
+        if self.report is None or self.squares is None:
+            return
+        answers = agree.gather((norm, self.squares), None, "the gradient norm")
+        self.squares = None
+        squares = {rank: found for rank, (_, found) in answers.items()}
+        texts = [wrong_norm(norm, squares) for norm, _ in answers.values() if norm]
+        if any(texts):
+            self.report = replace(self.report, broken=(next(filter(None, texts)),))
+            self.listens = False
+            self.until_over.close()
             self.conclude(self.report)
 
     def _initialized(self) -> set[str]:
@@ -334,6 +349,7 @@ class StepCheck:
         noise = NOISE.get(compute, 1e-2)
         with torch.autocast(job.model.device.type, self.autocast, enabled=self.autocast is not None):
             uneven = find_shares(job, reference, batch, got, self.bound, noise)
+            job.losses = () if reference.shares else job.losses
             report = compare(
                 job,
                 reference,
@@ -357,6 +373,7 @@ class StepCheck:
                 is_in_loop = not at_fault and ELSEWHERE not in report.cause and BEFORE not in report.cause
                 other = OTHER_BACKWARDS if is_in_loop else ""
         self.before = got if self.steps > 1 else {}
+        self.squares = squares_of(job.model.trained, got) if isinstance(job, TorchLoopJob) and report.ok else None
         everywhere = len({entry.name for entry in report.wrong}) == report.parameters
         if at_fault or (everywhere and "of microbatches" in report.cause):  # the loop is at fault, not a module
             report = replace(report, cause=at_fault or report.cause, where=None)
@@ -364,11 +381,7 @@ class StepCheck:
 
 
 class LoopCheck(StepCheck):
-    """Check by verify_with of the forwards of one wrapped model.
-
-    Args:
-        ddp, build_whole, loss_fn, bound, reference_dtype, join_fn: As for verify_with, with `ddp` for its model.
-    """
+    """Check by verify_with of the forwards of one wrapped model."""
 
     def __init__(
         self,
@@ -396,14 +409,7 @@ class LoopCheck(StepCheck):
 
 
 class PipelineCheck(StepCheck):
-    """Check by verify_with of the microbatches of a pipeline's first step.
-
-    Args:
-        runner: The pipeline.
-        build_whole: As in verify_with.
-        loss_fn: As in verify_with.
-        **options: Options of StepCheck.
-    """
+    """Check by verify_with of the microbatches of a pipeline's first step."""
 
     def __init__(
         self, runner: PipelineRunner, build_whole: ModelFn, loss_fn: Callable[..., Any], **options: Any

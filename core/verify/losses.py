@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +13,21 @@ from torch import Tensor, nn
 from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.models import GPTModel
 from core.pipeline_parallel import MicrobatchLoss, PipelineRunner
+from core.verify.microbatches import Microbatch
 from core.verify.torch_model import unwrapped
 from core.verify.transformers_reference import TransformersGPT
 
 EMPTY = types.CellType()
 NUM_ITEMS = "num_items_in_batch"  # transformers' argument: number of labels that count in the global batch
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A microbatch and its loss, from `note` or from a forward step of Megatron Core's schedule."""
+
+    loss_fn: Callable[..., Any]
+    microbatch: Microbatch
+    per_token: bool
 
 
 def with_captured(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[dict[str, Tensor], ...]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,8 @@ WRAPPERS = (
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"),
     ("megatron.core.transformer.module", "Float16Module"),
 )
-OPTIMIZERS = ("FP32Optimizer", "MixedPrecisionOptimizer")  # other optimizers inherit or call their `prepare_grads`
+# Lists of the model's parameters, by group, in optimizers that step copies or shards of them.
+COPIED = ("float16_groups", "fp32_from_fp32_groups", "model_float16_groups", "model_fp32_groups")
 # Our name of each group, the name in Megatron's function, and its arguments.
 GROUPS: tuple[tuple[str, str, dict[str, bool]], ...] = (
     ("dp", "data_parallel", {}),
@@ -47,7 +51,7 @@ def groups_of(outer: nn.Module) -> ProcessGroups | None:
     Raises:
         ValueError: For layouts whose parts cannot be read.
     """
-    state = _imported("megatron.core.parallel_state")
+    state = imported("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None
     unread = []
@@ -82,6 +86,18 @@ def declare_names(module: nn.Module, groups: ProcessGroups) -> None:
             part.global_names = names
 
 
+@contextmanager
+def marked_sinks(module: nn.Module) -> Iterator[None]:
+    """Mark attention sinks as split by heads. Inside the context only, because Megatron Core's norm reads the mark."""
+    sinks: list[Any] = [param for name, param in module.named_parameters() if name.endswith(".softmax_offset")]
+    sinks = [param for param in sinks if not getattr(param, "tensor_model_parallel", False)]
+    for param in sinks:
+        param.tensor_model_parallel, param.partition_dim = True, 0
+    yield
+    for param in sinks:
+        del param.tensor_model_parallel, param.partition_dim
+
+
 def gathered_gradients(outer: nn.Module) -> dict[int, Tensor]:
     """Return gradients of which a rank has only a shard, gathered, by the parameter's id. Collective.
 
@@ -110,26 +126,61 @@ def gathered_gradients(outer: nn.Module) -> dict[int, Tensor]:
     return found
 
 
-def before_optimizers() -> list[tuple[Any, str, Callable[[Any], list[Any]]]]:
-    """Return (class, method that begins a step, optimizer -> its parameters) of Megatron Core's optimizers."""
-    module = _imported("megatron.core.optimizer.optimizer")
-    found = [] if module is None else [vars(module)[name] for name in OPTIMIZERS]
-    return [(kind, "prepare_grads", _stepped) for kind in found]
+@contextmanager
+def around_steps(
+    method: str, before: Callable[[Any], None], after: Callable[[Any, Any], None] = lambda optimizer, result: None
+) -> Iterator[None]:
+    """Call functions around the outermost call of a method of Megatron Core's optimizers, which call one another.
+
+    Args:
+        method: Name of the method.
+        before: Called with the optimizer.
+        after: Called with the optimizer and the result.
+    """
+    running = False
+
+    def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_between(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal running
+            if running:
+                return run(optimizer, *args, **kwargs)
+            running = True
+            try:
+                before(optimizer)
+                result = run(optimizer, *args, **kwargs)
+                after(optimizer, result)
+                return result
+            finally:
+                running = False
+
+        return run_between
+
+    module = imported("megatron.core.optimizer.optimizer")
+    kinds = [] if module is None else [module.MegatronOptimizer]
+    for kind in kinds:
+        kinds += [each for each in kind.__subclasses__() if each not in kinds]
+    with ExitStack() as stack:
+        for kind in kinds:
+            if method in vars(kind):
+                stack.enter_context(mock.patch.object(kind, method, watched(vars(kind)[method])))
+        yield
+
+
+def stepped(optimizer: Any) -> list[tuple[Any, list[list[Any]]]]:
+    """Return (torch's optimizer, the model's parameters in each group) for optimizers that step copies or shards."""
+    found = []
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        kinds = [getattr(each, kind) for kind in COPIED if hasattr(each, kind)]
+        if kinds:
+            found.append((each.optimizer, [[*chain(*copied)] for copied in zip(*kinds, strict=True)]))
+    return found
 
 
 def _wrappers(outer: nn.Module) -> list[Any]:
     return [part for part in outer.modules() if is_wrapper(part) and hasattr(part, "ddp_config")]
 
 
-def _stepped(optimizer: Any) -> list[Any]:
-    """Return the model's parameters in an optimizer; mixed-precision and sharded optimizers hold copies of them."""
-    kinds = ("float16_groups", "model_float16_groups", "model_fp32_groups")
-    copied = [group for kind in kinds for group in getattr(optimizer, kind, [])]
-    held = [] if optimizer.optimizer is None else [group["params"] for group in optimizer.optimizer.param_groups]
-    return [param for params in (*copied, *held) for param in params]
-
-
-def _imported(name: str) -> Any:
+def imported(name: str) -> Any:
     """Return a module of Megatron Core that the program has imported; None for our module of that name."""
     module = sys.modules.get(name)
     return module if getattr(module, "__name__", "") == name else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -25,17 +25,21 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from core.booster.mixed_precision.loss_scaled_optimizer import TorchAMPOptimizer
 from core.distributed import DistributedDataParallel
+from core.distributed.buffer.grad_placeholder import tensors_in
 from core.groups import agree
 from core.interface.whole import KEEPERS, NOTES, STARTS
 from core.optimizer.loss_scaler import DynamicLossScaler, LossScaler
 from core.optimizer.optimizer import MegatronOptimizer
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.forward_backward import DrawingStep
+from core.verify import megatron
 from core.verify.also_seen import dropped_by
 from core.verify.asked import Asked, asked_by, execute, function_named
 from core.verify.gathered import kept
 from core.verify.loop import StepCheck, loss_of_call
-from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages, with_captured
+from core.verify.losses import Noted, is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages, with_captured
+from core.verify.megatron_program import NOTHING_DRAWN, Schedules
+from core.verify.megatron_program import builder_of as builder_of_megatron
 from core.verify.microbatches import Microbatch
 from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob, taped
 from core.verify.report import GradientReport
@@ -61,15 +65,6 @@ SCALES: tuple[tuple[type, str, Callable[[Any], float]], ...] = (
 )
 SCALE_SEEN = 0.05  # most scales are powers of two; errors of 16-bit gradients are smaller than this
 NAME_IT = "name a function that builds the model without any splitting: --whole module:function"
-
-
-@dataclass(frozen=True)
-class Noted:
-    """A microbatch that the loop has passed to `note`, and its loss."""
-
-    loss_fn: Callable[..., Any]
-    microbatch: Microbatch
-    per_token: bool
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -122,6 +117,8 @@ class ProgramWatch:
         self.dropped = ""  # note about a forward without gradients in training mode
         self.starts_ranks = False  # True if the program has started ranks, which run the check
         self.alone = ""  # reason if a model runs before torch.distributed is initialized
+        self.until_end = ExitStack()
+        self.schedules: Schedules | None = None  # of Megatron Core
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -146,7 +143,7 @@ class ProgramWatch:
             finally:
                 self.depth -= 1
 
-        with ExitStack() as stack:
+        with self.until_end as stack:
             stack.callback(register_module_module_registration_hook(self.keep_wrapped).remove)
             listening: tuple[tuple[list[Any], Any], ...] = (
                 (KEEPERS, self.keep), (NOTES, self.note), (STARTS, self.record_ranks),
@@ -227,9 +224,15 @@ class ProgramWatch:
         self.starts_ranks = True
 
     def keep_wrapped(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        """Record the structure of a module that our wrapper takes as a child, before the wrapper changes it."""
+        """Record the structure of a module that our wrapper takes as a child, before the wrapper changes it.
+
+        Megatron Core's wrapper shows that the program has imported its schedules.
+        """
         if name == "module" and module is not None and isinstance(parent, DistributedDataParallel):
             self.keep(module)
+        elif megatron.is_wrapper(parent) and self.schedules is None:
+            self.schedules = Schedules(self)
+            self.until_end.enter_context(self.schedules.watched())
 
     def keep(self, model: nn.Module) -> None:
         """Record the structure of a model, unless it cannot be copied."""
@@ -269,7 +272,7 @@ class ProgramWatch:
                 self.alone = f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and the program starts no torch.distributed"
                 return
             with some_world():
-                known = self._check(module, kwargs)
+                known = self.check_of(module, kwargs)
             self.checks[id(module)] = known
             self.inside |= {id(part) for part in module.modules()}
         self.calls += 1
@@ -292,7 +295,7 @@ class ProgramWatch:
         for microbatch in microbatches:
             known.note_forward((microbatch,), {})
 
-    def _check(self, model: nn.Module, kwargs: Mapping[str, Any]) -> ProgramCheck:
+    def check_of(self, model: nn.Module, kwargs: Mapping[str, Any]) -> ProgramCheck:
         wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
         weighted = is_weighted(model, kwargs)
         loss_fn: Any = loss_by_tokens if weighted else loss_of_forward
@@ -376,7 +379,9 @@ class ProgramCheck(StepCheck):
         self.buffers: dict[str, Tensor] = {}
         self.loss_scale = 1.0
         self.state: dict[str, State] = {}  # flags and buffers before the step
-        self.of_gpt = None if watch.asked.whole is not None else builder_of(module)
+        self.of_gpt = None
+        if watch.asked.whole is None:
+            self.of_gpt = builder_of(module) or builder_of_megatron(module)
 
     def forget(self) -> None:
         """See StepCheck."""
@@ -387,15 +392,19 @@ class ProgramCheck(StepCheck):
         """See StepCheck."""
         return len(self.watch.noted)
 
-    def note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See StepCheck. Weights are compared before the next step's first forward."""
+    def begin_step(self) -> None:
+        """Compare the weights after the last step, before the first forward of the next one. Collective."""
         self.compare_weights()
-        if not self.forwards:
-            self.state = state_of(self.module)
         if self.report is not None and (not self.report.ok or self.done == self.watch.asked.steps):
             self.listens = False
             self.until_over.close()
             self.conclude(self.report)
+
+    def note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See StepCheck."""
+        self.begin_step()
+        if not self.forwards:
+            self.state = state_of(self.module)
         super().note_forward(args, kwargs)
 
     def compare_weights(self) -> None:
@@ -450,6 +459,8 @@ class ProgramCheck(StepCheck):
             )
         if noted:
             self.noted = [each.microbatch for each in noted]
+            if not agree.any(any(map(tensors_in, map(list, self.noted))), None, "the data of forward steps"):
+                raise ValueError(NOTHING_DRAWN)
             self.job.loss_fn = loss_of_call(noted[0].loss_fn)
             self.job.per_token = noted[0].per_token
         names = {held.name for held in self.job.model.held}

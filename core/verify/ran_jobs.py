@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from core.distributed import DistributedDataParallel
 from core.distributed.guard.first_steps import paused
+from core.groups import agree
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.forward_backward import DrawingStep
 from core.verify.gathered import first_tensor, kept
@@ -56,9 +56,10 @@ class RanJob(Job):
         mine: Arguments for loss_fn.
         forwards: Arguments of the model's forwards.
         ends: Meetings of the ranks if only an optimizer's step ends a step of the loop; else None.
+        losses: (loss, number of tokens or 0) of this rank's microbatches, if the loop shows them.
     """
 
-    sees_loss = False
+    losses: tuple[tuple[float, float], ...] = ()
     tapes: Sequence[Tape] = ()
     ends: StepEnds | None = None
     mine: list[Microbatch]  # arguments for loss_fn
@@ -76,8 +77,13 @@ class RanJob(Job):
                 self.model.chunks[-1].reducer.at_end = None
 
     def step(self, batch: Any) -> float:
-        """See Job; the loop has already run it."""
-        return math.nan
+        """See Job; the loop has already run it, and may have shown its losses."""
+        everyone = agree.gather(self.losses, None, "the losses of a step").values()
+        losses = [pair for of_rank in everyone for pair in of_rank]
+        self.sees_loss = bool(losses)
+        if self.per_token:
+            return sum(loss for loss, _ in losses) / (sum(tokens for _, tokens in losses) or 1.0)
+        return sum(loss / (tokens or 1.0) for loss, tokens in losses) / max(len(losses), 1)
 
     def parts(self, batch: Any) -> list[Any]:
         """See Job; this rank's microbatches, which its tensor-parallel group may not share."""

@@ -20,6 +20,7 @@ from core.moe import TopKRouter, auxiliary_loss_scale
 from core.verify.buffers import buffers_of, set_buffers, start_of
 from core.verify.gathered import BIAS, cast, load_full_weights, on_tensors, piece_of
 from core.verify.job import Job, LossFn, in_full, split_loss
+from core.verify.megatron_program import auxiliary_scale, state_of_one_process, with_state
 from core.verify.recording import Point, Recorder, dense_parameters, relative_difference
 from core.watch.waiting import waiting
 
@@ -111,6 +112,7 @@ class Reference:
         self.biases: dict[str, Tensor] = {}  # router -> its bias before the last step
         self.starts = starts
         self.writes_buffers: bool | None = None  # if so, microbatches run separately; None until a step has shown it
+        self.one_process = state_of_one_process() if dist.get_rank() == 0 else {}
         self._on_rank_zero(lambda: self._build(reference_fn, job, weights))
 
     @property
@@ -246,7 +248,7 @@ class Reference:
         total, counted = 0.0, 0.0
         ran: list[nn.Module] = []  # modules that ran in backward
         pieces = self.pieces(self._cast(model, batch))
-        with auxiliary_loss_scale(auxiliary * factor):
+        with auxiliary_loss_scale(auxiliary * factor), auxiliary_scale(auxiliary * factor):
             for number, (piece, share) in enumerate(zip(pieces, self.shares or [1.0] * len(pieces), strict=True)):
                 loss, count = self._loss(model, piece, number)
                 loss = loss * share if share != 1.0 else loss
@@ -322,7 +324,7 @@ class Reference:
             for number in range(self.data_ranks * self.microbatches):
                 with loads.added(number % self.microbatches):
                     self.loss_fn(model, self.piece(batch, number))
-        with Recorder() as recorder, auxiliary_loss_scale(weight), loads:
+        with Recorder() as recorder, auxiliary_loss_scale(weight), auxiliary_scale(weight), loads:
             recorder.in_backward = False
             recorder.add(model, namer(model))
             for number in range(first, first + self.microbatches):
@@ -348,7 +350,8 @@ class Reference:
         result, failure = None, None
         if dist.get_rank() == 0:
             try:
-                result = act()
+                with with_state(self.one_process):
+                    result = act()
             except Exception as error:
                 failure = error
         failure = agree.gather(failure, None, "the reference")[0]

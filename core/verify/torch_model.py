@@ -94,7 +94,8 @@ class TorchModel(WrappedModel):
         self.device = next((_local(param).device for param in self.params.values()), torch.device("cpu"))
         self.reduces_in_backward = bool(sharded)
         megatron.declare_names(self.module, self.groups)
-        places = _slices(self.module, placed, self.groups)
+        with megatron.marked_sinks(self.module):
+            places = _slices(self.module, placed, self.groups)
         self.held = [
             Held(places[name], 0, _local(param.detach()), self._contract(name, param) if param.requires_grad else None)
             for name, param in self.params.items()
@@ -159,9 +160,14 @@ class TorchLoopJob(LoopJob):
         mesh: Device mesh, if it cannot be read from the model.
         before: The module before torch's DDP converted its DTensors to plain tensors.
 
+    Attributes:
+        at_norm: Called on all ranks with the gradient norm of Megatron Core's optimizer, if it clips.
+
     Raises:
         ValueError: On all ranks, if the model's positions in the mesh are unknown.
     """
+
+    at_norm: Callable[[float | None], None]
 
     def __init__(
         self,
@@ -175,6 +181,7 @@ class TorchLoopJob(LoopJob):
         self.torch_model = model
         self.loss_fn = loss_fn
         self.before = {}
+        self.at_norm = lambda norm: None
         if dist.get_world_size() > 1 and dist.get_backend() != "fake":
             self.ends = StepEnds()
         self.kept: dict[str, Tensor | None] | None = None  # the loop's gradients, while the diagnosis computes others
@@ -196,6 +203,8 @@ class TorchLoopJob(LoopJob):
 
         def before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
             nonlocal clipped
+            if in_megatron:  # the gradients were compared when Megatron Core's optimizer, around this one, began
+                return
             compare([param for group in optimizer.param_groups for param in group["params"]], after_clip=clipped)
             clipped = False
 
@@ -208,16 +217,22 @@ class TorchLoopJob(LoopJob):
 
             return compare_and_clip
 
-        def before_begin(begin: Callable[..., Any], stepped: Callable[[Any], list[Any]]) -> Callable[..., Any]:
-            def compare_and_begin(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                compare(stepped(optimizer))
-                return begin(optimizer, *args, **kwargs)
+        in_megatron = False
 
-            return compare_and_begin
+        def before_megatron(optimizer: Any) -> None:  # on all ranks, though a rank may step no parameter
+            nonlocal in_megatron
+            in_megatron = True
+            with torch.enable_grad():
+                finish()
+
+        def after_megatron(optimizer: Any, result: Any) -> None:
+            nonlocal in_megatron
+            in_megatron = False
+            self.at_norm(result[1])
 
         with ExitStack() as stack:
-            for kind, name, stepped in megatron.before_optimizers():
-                stack.enter_context(mock.patch.object(kind, name, before_begin(getattr(kind, name), stepped)))
+            if megatron.is_wrapper(self.torch_model.outer):
+                stack.enter_context(megatron.around_steps("step", before_megatron, after_megatron))
             stack.callback(register_optimizer_step_pre_hook(before_step).remove)
             for owner, name in CLIPS:
                 stack.enter_context(mock.patch.object(owner, name, before_clip(getattr(owner, name))))

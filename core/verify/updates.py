@@ -8,7 +8,7 @@ weights with the result, relative to the update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from core.groups import agree
 from core.optimizer.adopted_optimizer import AdoptedOptimizer, twin_of
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.step.inner_optimizer import inner_optimizer
+from core.verify import megatron
 from core.verify.gathered import Held, slice_of
 from core.verify.optimizer_steps import Clip, Step, cause_of_updates, gradients_of_step, joined
 from core.verify.place import ALLOWANCE
@@ -167,12 +168,20 @@ class Updates:
             if not is_wrapper(optimizer):
                 self.after_step([param for group in optimizer.param_groups for param in group["params"]])
 
-        handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        try:
+        def before_megatron(optimizer: Any) -> None:
+            # Another rank may step the only shard of a parameter, so this is about all of the model's.
+            for inner, groups in megatron.stepped(optimizer):
+                self.before_step(inner, groups, list(self.params.values()), optimizer.config.clip_grad)
+
+        def after_megatron(optimizer: Any, _: Any) -> None:
+            if megatron.stepped(optimizer):
+                self.after_step(list(self.params.values()))
+
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(before).remove)
+            stack.callback(register_optimizer_step_post_hook(after).remove)
+            stack.enter_context(megatron.around_steps("step_with_ready_grads", before_megatron, after_megatron))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def compare(self) -> list[Comparison]:
         """Compare the weights after the step with those of one process. Collective over the world.

@@ -1,0 +1,76 @@
+"""`python -m core verify` on a program of Megatron Core that does not import us: right layouts, and reported faults.
+
+Faults with a number were reported to Megatron. Those that Megatron Core 0.16.1 has run as they are; those of other
+releases and devices are planted at the same place. `docs/source/verify.md` shows the table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.right_megatron import OnTheCPU, on_this_device
+from core.verify.asked import asked_by
+from core.verify.program import run_program
+from tests.unit_tests.core_compat.test_megatron_stock import stock
+from tests.unit_tests.ranks import ranks
+
+pytestmark = pytest.mark.nightly
+PROGRAM = str(Path(__file__).with_name("megatron_train.py"))
+SHARDED, NO_ATTENTION = ("--sharded",), ("--cp", "2", "--without-attention")
+STEPS = ("--steps", "2")
+# Layout -> (options of the command, arguments of the program).
+RIGHT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "dp 2": (STEPS, ()),
+    "dp 2, distributed optimizer": (STEPS, SHARDED),
+    "dp 2, a loss per token": ((), ("--loss", "per token", *SHARDED)),
+    "dp 2, a masked loss": ((), ("--loss", "masked")),
+    "tp 2": (STEPS, ("--tp", "2")),
+    "pp 2, tied embedding": (STEPS, ("--pp", "2", "--tied")),
+    "pp 2, distributed optimizer": (STEPS, ("--pp", "2", *SHARDED)),
+    "cp 2, a loss per token": ((), ("--loss", "per token", *NO_ATTENTION)),
+    "ep 2, a loss of the router": (STEPS, ("--ep", "2")),
+}
+# Fault -> (arguments of the program, words of the report).
+WRONG: dict[str, tuple[tuple[str, ...], str]] = {
+    "7452, finding 1: label smoothing": (("--tp", "2", "--loss", "smoothed"), "relative error of the loss"),
+    "7452, finding 2: gathered logits": (("--tp", "2", "--gathered"), "relative error of the loss"),
+    "7452, finding 8: norm without sinks": (
+        ("--tp", "2", "--sinks"), "core_attention.softmax_offset' only the part of rank 0 counts"
+    ),
+    "7452, finding 9: means of cp ranks": (("--loss", "masked", *NO_ATTENTION), "relative error of the loss"),
+    "6660: each microbatch doubles": (("--fault", "doubled"), "decoder.layers.0.mlp.linear_fc1"),
+    "3693: a bucket is reduced early": (("--fault", "too early"), "decoder.layers.0.mlp.linear_fc1"),
+    "7165: experts' factor": (("--ep", "2", "--fault", "experts"), "local_experts"),
+    "no finalize_model_grads_func": (("--fault", "not reduced"), "not reduced over dp"),
+    "no zero_grad_buffer": (("--fault", "not zeroed"), "zero_grad is not called"),
+}  # fmt: skip
+
+
+def verified(options: tuple[str, ...], arguments: tuple[str, ...]) -> int:
+    stock("")
+    with on_this_device(), OnTheCPU():
+        return run_program(asked_by([*options, PROGRAM, *arguments]))
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", RIGHT)
+def test_a_right_program_of_megatron_core_gives_no_alarm(
+    rank: int, world: int, layout: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = verified(*RIGHT[layout])
+    printed = capfd.readouterr().out
+    assert status == 0, printed
+
+
+@ranks(2)
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_reported_fault_of_megatron_core_is_found_and_placed(
+    rank: int, world: int, fault: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments, words = WRONG[fault]
+    status = verified((), arguments)
+    printed = capfd.readouterr().out
+    assert status == 1, printed
+    assert rank or words in printed, printed
