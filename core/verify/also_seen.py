@@ -43,12 +43,7 @@ class AlsoSeen:
         self.addends = 0
 
     def end_step(self, gradients: dict[tuple[int, str], Tensor], microbatches: int) -> None:
-        """Record a step that was compared. Collective.
-
-        Args:
-            gradients: This rank's reduced gradients, by `Held.key`.
-            microbatches: Number of microbatches.
-        """
+        """Record a step that was compared. Collective."""
         self.outputs.end_step()
         had = {key for key, grad in gradients.items() if bool(grad.any())}
         self.used |= had

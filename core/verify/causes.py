@@ -34,19 +34,7 @@ def cause_of_gradient(
     got: dict[tuple[int, str], Tensor],
     wrong: Sequence[str],
 ) -> Explanation:
-    """Find the likely cause of the first wrong gradient, by one more backward without any reduction. Collective.
-
-    Args:
-        job: Model and steps of the layout.
-        reference: The unsplit model.
-        expected: Values of the reference.
-        batch: The complete global batch.
-        got: This rank's reduced gradients, by `Held.key`.
-        wrong: Wrong parameters, in order.
-
-    Returns:
-        The likely cause, the same on all ranks.
-    """
+    """Find the likely cause of the first wrong gradient, by one more backward without any reduction. Collective."""
     plain = reference.again(batch, auxiliary=0.0) if reference.has_auxiliary else None
     job.backward(batch)
     mine = [held for held in job.model.trained if held.name == wrong[0]]
@@ -86,17 +74,7 @@ def cause_of_gradient(
 
 
 def cause_of_bias(job: Job, batch: Any, name: str, moved: dict[tuple[int, str], Tensor]) -> Explanation:
-    """Explain a router's wrong bias from the counts of one more backward. Collective.
-
-    Args:
-        job: Model and steps of the layout.
-        batch: The complete global batch.
-        name: Name of the bias.
-        moved: Change of each bias, by `Held.key`.
-
-    Returns:
-        The cause.
-    """
+    """Explain a router's wrong bias from the counts of one more backward. Collective."""
     routers = [
         (held, job.model.chunks[held.chunk].module.get_submodule(held.place.local_name.rpartition(".")[0]))
         for held in job.model.biases

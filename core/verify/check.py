@@ -232,9 +232,6 @@ def compare(
         noise: Share of the norm over all gradients below which a gradient is round-off.
         steps: Number of steps.
         title: First words of the report.
-
-    Returns:
-        The report, the same on every rank.
     """
     largest = share = loss_error = loss_bound = 0.0
     digests: list[str] = []
@@ -413,17 +410,6 @@ def _from_all(value: Any) -> list[Any]:
 
 def comparison(job: Job, held: Held, step: int, got: Tensor, whole: Tensor, allowed: Allowed) -> Comparison:
     """Compare this rank's part of a gradient with the reference's.
-
-    Args:
-        job: Model and steps of the layout.
-        held: The parameter.
-        step: The step.
-        got: This rank's gradient.
-        whole: The reference's gradient.
-        allowed: Allowed errors.
-
-    Returns:
-        The comparison.
 
     Raises:
         ValueError: If the shapes differ.

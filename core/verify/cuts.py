@@ -59,9 +59,6 @@ def cuts_of(
         samples: Number of samples in the microbatch.
         weight: Slice of the module's weight on this rank; a column-parallel layer's output is cut like its weight's
             rows.
-
-    Returns:
-        The possible cuts.
     """
     if len(mine) != len(whole):
         return []

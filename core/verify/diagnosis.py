@@ -101,15 +101,8 @@ def explain(
 ) -> Explanation:
     """Find the likely cause of a wrong gradient.
 
-    Args:
-        parts: Each rank's values.
-        sizes: Number of ranks along each axis.
-        suspects: Axes over which all wrong parameters and no right ones are reduced.
-        tokens: Number of tokens of the global batch, if the loss is per token.
-        microbatches: Number of microbatches.
-
-    Returns:
-        The likely cause.
+    `suspects` are the axes over which all wrong parameters and no right ones are reduced. `tokens` is the number of
+    tokens of the global batch, or None if the loss is a mean.
     """
     weight = _weight_of_auxiliary(parts)
     if weight is not None:
@@ -210,15 +203,7 @@ class BiasPart:
 
 
 def explain_bias(parts: Sequence[BiasPart], rate: float) -> str:
-    """Describe which ranks' token counts moved a router's bias.
-
-    Args:
-        parts: Each rank's part.
-        rate: Step size of the bias, up or down.
-
-    Returns:
-        The cause in words.
-    """
+    """Describe which ranks' token counts moved a router's bias."""
     axes = [axis for axis in parts[0].place if len({part.place[axis] for part in parts}) > 1]
     for left_out in (chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)):
         for factor in (1.0, 2.0, 0.5, 0.0, -1.0):
@@ -250,18 +235,7 @@ def name_factor(
     tokens: float | None = None,
     microbatches: int = 1,
 ) -> str:
-    """Describe mistakes that multiply a gradient by `factor`, most likely first.
-
-    Args:
-        factor: Actual over expected gradient.
-        sizes: Number of ranks along each axis.
-        suspects: Axes over which all wrong parameters are reduced.
-        tokens: Number of tokens of the global batch, if the loss is per token.
-        microbatches: Number of microbatches.
-
-    Returns:
-        The mistakes in words.
-    """
+    """Describe mistakes that multiply a gradient by `factor`, actual over expected, most likely first."""
     if abs(factor) <= SAME:
         return "it is zero: the gradient never arrives, or was overwritten"
     axes = [axis for axis in suspects if sizes.get(axis, 1) > 1]
@@ -389,11 +363,6 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 def fit(matrix: Tensor | None, target: Tensor, close: float = SAME) -> list[float] | str | None:
     """Fit factors of the columns that add up to `target`.
-
-    Args:
-        matrix: Columns [sample, ranks].
-        target: [sample].
-        close: Allowed relative residual.
 
     Returns:
         The factors; a text if no factors fit; None if the columns cannot be distinguished.

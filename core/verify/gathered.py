@@ -55,15 +55,7 @@ class Held:
 
 
 def slice_of(place: GlobalSlice, whole: Tensor) -> Tensor:
-    """Return a rank's slice of a full tensor; padding is zero.
-
-    Args:
-        place: Position of the slice.
-        whole: The full tensor.
-
-    Returns:
-        The slice, with the local shape.
-    """
+    """Return a rank's slice of a full tensor; padding is zero."""
     part = whole.new_zeros(place.local_shape)
     for box in place.boxes:
         part[_area(box.local_offset, box)] = whole[_area(box.global_offset, box)]
@@ -180,9 +172,6 @@ class WrappedModel:
         """Gather full tensors of trained parameters by name on rank 0's CPU; other ranks return an empty dict.
 
         Collective over the world. Copies may differ; the first rank's counts.
-
-        Args:
-            values: This rank's tensors by `Held.key`, such as gradients.
         """
         first = [held for held in self.trained if held.place.replica == 0]
         everyone = _on_rank_zero([(held.place, values[held.key].detach().cpu()) for held in first])
@@ -237,10 +226,6 @@ def _full_bucket(bucket: Bucket) -> Tensor:
 
 def load_full_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy full weights into an unsplit model.
-
-    Args:
-        reference: The unsplit model.
-        weights: Full tensors by name.
 
     Raises:
         ValueError: If names or shapes differ.
@@ -301,14 +286,6 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Ten
 
 def piece_of(batch: Any, pieces: int, number: int) -> Any:
     """Return one of several equal parts of a batch, along the first dimension of its tensors.
-
-    Args:
-        batch: Nested tensors.
-        pieces: Number of parts.
-        number: Index of the part.
-
-    Returns:
-        The part.
 
     Raises:
         ValueError: If a tensor cannot be divided.

@@ -60,12 +60,7 @@ class Job(ABC):
 
     @abstractmethod
     def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
-        """Run all microbatches without any reduction, so that every rank keeps its own gradients.
-
-        Args:
-            batch: The complete global batch.
-            recorder: Recorder whose hooks are on the modules, if any.
-        """
+        """Run all microbatches without any reduction, so that every rank keeps its own gradients."""
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
         """Return the reduced gradients by `Held.key`, without the loss scale. Collective."""
@@ -105,12 +100,6 @@ class Job(ABC):
         """Return the factor of `backward`'s gradients relative to the reference's.
 
         A rank's loss is the mean over its own positions, unless the division by tokens comes later.
-
-        Args:
-            tokens: Number of tokens of the global batch, if known.
-
-        Returns:
-            The factor.
         """
         return 1.0 if self.per_token else float(self.groups.size("cp"))
 
@@ -120,15 +109,7 @@ class Job(ABC):
             chunk.zero_grad_buffer()
 
     def global_loss(self, loss: float, tokens: float) -> float:
-        """Combine the data ranks' losses. Collective over the data group.
-
-        Args:
-            loss: This data rank's mean loss; per token, its sum.
-            tokens: This data rank's number of tokens, if the loss is per token.
-
-        Returns:
-            The loss of the global batch.
-        """
+        """Combine the data ranks' losses. Collective over the data group."""
         data = self.groups.require("dp_cp")
         sums = torch.tensor([loss, tokens], dtype=torch.float64, device=self.model.device)
         with waiting("the loss of all data ranks", data):
@@ -213,13 +194,6 @@ def in_full(tensor: Tensor, factor: float) -> Tensor:
 
 def split_loss(result: Any, per_token: bool) -> tuple[Tensor, float]:
     """Return (loss, number of tokens) from the result of a loss_fn.
-
-    Args:
-        result: The mean loss, or (summed loss, number of tokens).
-        per_token: True if calculate_per_token_loss is set.
-
-    Returns:
-        The loss, and the number of tokens; 0 if the loss is a mean.
 
     Raises:
         ValueError: If the result does not fit calculate_per_token_loss.

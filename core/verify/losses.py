@@ -36,9 +36,6 @@ def with_captured(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], tupl
     A loop may define `loss_fn` for each microbatch, with tensors of this rank from around it. The reference runs
     the microbatches of all ranks with one function.
 
-    Args:
-        loss_fn: Loss of a model and further arguments.
-
     Returns:
         (function of the model, the captured tensors and further arguments, (captured tensors,)), or (loss_fn, ()) if
         it has captured none.

@@ -45,9 +45,6 @@ def is_wrapper(part: nn.Module) -> bool:
 def groups_of(outer: nn.Module) -> ProcessGroups | None:
     """Return Megatron Core's process groups under our names; None without initialized groups.
 
-    Args:
-        outer: Model as the loop calls it.
-
     Raises:
         ValueError: For layouts whose parts cannot be read.
     """
@@ -71,12 +68,7 @@ def groups_of(outer: nn.Module) -> ProcessGroups | None:
 
 
 def declare_names(module: nn.Module, groups: ProcessGroups) -> None:
-    """Declare the names of a rank's layers and experts in the unsplit model, by `global_names`.
-
-    Args:
-        module: Model of Megatron Core, or any other.
-        groups: Process groups of the model.
-    """
+    """Declare the names of a rank's layers and experts in the unsplit model, by `global_names`."""
     declare_layer_names(module)
     for part in module.modules():
         experts: Any = getattr(part, "local_experts", None)
@@ -103,9 +95,6 @@ def gathered_gradients(outer: nn.Module) -> dict[int, Tensor]:
 
     Megatron's distributed optimizer reduces into the shard of this rank in each bucket; the rest of the bucket holds
     this rank's own gradients.
-
-    Args:
-        outer: Model as the loop calls it.
     """
     found = {}
     for wrapper in _wrappers(outer):
@@ -130,13 +119,7 @@ def gathered_gradients(outer: nn.Module) -> dict[int, Tensor]:
 def around_steps(
     method: str, before: Callable[[Any], None], after: Callable[[Any, Any], None] = lambda optimizer, result: None
 ) -> Iterator[None]:
-    """Call functions around the outermost call of a method of Megatron Core's optimizers, which call one another.
-
-    Args:
-        method: Name of the method.
-        before: Called with the optimizer.
-        after: Called with the optimizer and the result.
-    """
+    """Call functions around the outermost call of a method of Megatron Core's optimizers, which call one another."""
     running = False
 
     def watched(run: Callable[..., Any]) -> Callable[..., Any]:

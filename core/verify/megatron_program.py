@@ -103,12 +103,7 @@ class Schedules:
 
 
 def loss_of_step(step: Callable[..., Any], per_token: bool) -> Callable[..., Any]:
-    """Return a microbatch's loss, computed on any model by a forward step from the items that it has drawn.
-
-    Args:
-        step: (iterator, model) -> (output, function of the output).
-        per_token: As the model's `calculate_per_token_loss`.
-    """
+    """Return a microbatch's loss, computed on any model by a forward step from the items that it has drawn."""
 
     def loss_of(model: nn.Module, *items: Any) -> Any:
         output, loss_fn = step(iter(items) if items else None, model)

@@ -36,19 +36,7 @@ def microbatches_at_fault(
     got: dict[Any, Tensor],
     before: dict[Any, Tensor],
 ) -> str:
-    """Describe which microbatches' parts of a gradient are wrong; '' if such parts do not explain it. Collective.
-
-    Args:
-        job: Model and steps of the layout.
-        reference: The unsplit model.
-        batch: Microbatches of all data ranks.
-        report: Report with the wrong gradients.
-        got: This rank's gradients by `Held.key`.
-        before: The same for the previous step; empty for the first.
-
-    Returns:
-        The cause in words.
-    """
+    """Describe which microbatches' parts of a gradient are wrong; '' if such parts do not explain it. Collective."""
     name, parts = reference.of_microbatches(batch, [entry.name for entry in report.wrong], SAMPLE)
     bound = max(entry.bound for entry in report.wrong if entry.name == name)
     held = next((held for held in job.model.trained if held.name == name), None)
@@ -94,9 +82,6 @@ def find_shares(
 
 def shares_of(batch: Sequence[Sequence[Any]]) -> dict[str, list[float]]:
     """Return means over samples or labels that differ from the mean of microbatches' means. Pure.
-
-    Args:
-        batch: For each data rank its microbatches.
 
     Returns:
         The weight of each microbatch in the mean, whose mean is 1, by description.
@@ -169,9 +154,6 @@ def in_words(weights: Sequence[Sequence[float]], left_over: float, close: float 
         weights: For each data rank and microbatch, its weight in the gradient; 1 is right.
         left_over: Weight of the previous step's gradient.
         close: Tolerance.
-
-    Returns:
-        The description; '' if the weights name no known mistake.
     """
     everything = [weight for row in weights for weight in row]
     if abs(left_over) > close and all(abs(weight - 1.0) < close for weight in everything):

@@ -50,9 +50,6 @@ def full_batch(answers: Mapping[int, Given], join: JoinFn | None) -> list[list[M
     Args:
         answers: Microbatches by rank.
         join: Joins the parts of a context-parallel group; None for a head and a tail chunk in dim 1.
-
-    Returns:
-        For each data rank its complete microbatches.
     """
     data_ranks = 1 + max(given.data_rank for given in answers.values())
     return [_of_data_rank([g for g in answers.values() if g.data_rank == number], join) for number in range(data_ranks)]
@@ -120,15 +117,7 @@ def data_of(answers: Mapping[int, Given]) -> dict[int, list[str]]:
 
 
 def same_data(answers: Mapping[int, Given], before: Mapping[int, list[str]]) -> list[str]:
-    """Describe data ranks that share data, and a rank that repeats its data. Both may be intended.
-
-    Args:
-        answers: Microbatches by rank.
-        before: `data_of` the previous step; empty in the first.
-
-    Returns:
-        Descriptions.
-    """
+    """Describe data ranks that share data, and a rank that repeats its data. Both may be intended."""
     data = data_of(answers)
     ranks_of: dict[str, set[int]] = {}
     for rank, parts in data.items():

@@ -30,9 +30,6 @@ def wrong_norm(norm: float, squares: Mapping[int, Mapping[str, float]]) -> str:
     Args:
         norm: Norm that the optimizer uses.
         squares: Squared norms by rank and name; each element of the model counts on one rank.
-
-    Returns:
-        The description; '' if the norm is right.
     """
     names = list(dict.fromkeys(name for of_rank in squares.values() for name in of_rank))
     right = math.sqrt(sum(sum(of_rank.values()) for of_rank in squares.values()))

@@ -61,9 +61,6 @@ class Step:
 def joined(steps: Sequence[Step]) -> Step:
     """Return one step for the steps of ranks that each hold a part of the model.
 
-    Args:
-        steps: Steps of one optimizer, by rank.
-
     Returns:
         The step with the first rank's settings and the parameters of all ranks.
     """
@@ -86,11 +83,6 @@ def gradients_of_step(step: Step, compared: Gradients, at_step: Gradients) -> tu
     """Return the gradients that one process steps with.
 
     A loop may change reduced gradients by hand. What it does is not known, so the changed gradients are used.
-
-    Args:
-        step: The step.
-        compared: Full gradients when they were compared.
-        at_step: Full gradients in memory when the step began.
 
     Returns:
         (gradients, note about a change by hand or '', cause of wrong weights or '').
@@ -147,16 +139,7 @@ def _factor(have: Tensor, want: Tensor) -> float | None:
 def cause_of_updates(
     wrong: Sequence[Comparison], everything: Sequence[Comparison], steps: Sequence[Sequence[Step]]
 ) -> str:
-    """Name the likely cause of wrong weights.
-
-    Args:
-        wrong: Wrong weights.
-        everything: All comparisons.
-        steps: The optimizers' steps, by rank.
-
-    Returns:
-        The cause.
-    """
+    """Name the likely cause of wrong weights."""
     counts = [len(of_rank) for of_rank in steps]
     if len(set(counts)) > 1:
         return f"the ranks have made {counts} optimizer steps: a rank leaves out one that others make"

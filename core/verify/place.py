@@ -75,9 +75,6 @@ class Where:
 
         Rows are in the order of forward. A cell is log10 of the error over the allowed error, so above 0 is wrong. `=`
         means no error at all, a dot means not compared. Long runs of right rows are shortened.
-
-        Returns:
-            The table.
         """
         ranks = sorted({rank for row in self.rows for rank in (*row.outputs, *row.gradients)})
         width = max([len(row.module) for row in self.rows] + [len("the whole model"), 24])
@@ -139,9 +136,6 @@ def judge(
         wrong: Parameters with wrong gradients.
         stale: Modules whose recomputation differs, with the relative difference by rank.
         more_calls: Modules called more often than in the reference, with the number of calls by rank.
-
-    Returns:
-        The modules, and lines that describe them.
     """
     lines = [stale_line(name, found) for name, found in list(stale.items())[:1]]
     lines += [
@@ -290,15 +284,7 @@ def quoted(module: str, after: str | None = None) -> str:
 
 
 def stale_line(name: str, found: Mapping[int, float]) -> str:
-    """Describe a module whose recomputation gave another output.
-
-    Args:
-        name: Name of the module.
-        found: Relative difference by rank.
-
-    Returns:
-        The line.
-    """
+    """Describe a module whose recomputation gave another output."""
     return (
         f"recomputation: {quoted(name)} gives another output in backward than in forward, {in_ranks(found)} (relative "
         f"difference {max(found.values()):.2g}): what it reads was changed in between"

@@ -53,13 +53,7 @@ class Recorder:
         self.handles: list[Any] = []
 
     def add(self, model: nn.Module, name_of: Callable[[str], str], leave_out: Collection[str] = ()) -> None:
-        """Register hooks on the modules of a model or chunk.
-
-        Args:
-            model: The model or chunk.
-            name_of: Local name -> name in the full model.
-            leave_out: Names in the full model to skip.
-        """
+        """Register hooks on the modules of a model or chunk."""
         self.handles.append(model.register_forward_pre_hook(lambda *_: self._deeper(1)))
         for local_name, module in model.named_modules():
             name = name_of(local_name)

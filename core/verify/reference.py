@@ -144,15 +144,7 @@ class Reference:
         return self._shared(compute)
 
     def again(self, batch: Any, *, auxiliary: float = 1.0) -> Expected:
-        """Repeat the last step.
-
-        Args:
-            batch: The complete global batch.
-            auxiliary: Factor of the auxiliary losses; 0 leaves out their gradients.
-
-        Returns:
-            The values of the step.
-        """
+        """Repeat the last step."""
         return self._shared(lambda model: self._compute(model, batch, auxiliary, again=True))
 
     def of_microbatches(self, batch: Any, names: Sequence[str], most: int) -> tuple[str, list[list[Tensor]]]:
@@ -379,12 +371,7 @@ class Reference:
 
 
 def sent_from_rank_zero(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return rank 0's tensors by name, on every rank's CPU. Collective over the world.
-
-    Args:
-        values: Rank 0's tensors; other ranks' are ignored.
-        device: Device of the process group's tensors.
-    """
+    """Return rank 0's tensors by name, on every rank's CPU. Collective over the world."""
     shapes = {name: (value.shape, value.dtype) for name, value in values.items()}
     sent = {}
     for name, (shape, dtype) in agree.gather(shapes, None, "the reference")[0].items():

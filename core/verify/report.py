@@ -136,15 +136,7 @@ class GradientReport:
 
 
 def wrong_by_layer(names: Sequence[str], wrong: Sequence[str]) -> str:
-    """Describe in one line which layers hold wrong parameters.
-
-    Args:
-        names: All parameters, in order.
-        wrong: The wrong ones.
-
-    Returns:
-        The line.
-    """
+    """Describe in one line which layers hold wrong parameters."""
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     faulty = {name.rpartition(".")[0] for name in wrong}
     marks = [layer in faulty for layer in layers]

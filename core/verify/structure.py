@@ -52,13 +52,6 @@ def buffers_without_values(structure: nn.Module) -> list[str]:
 def with_memory(structure: nn.Module, buffers: Mapping[str, Tensor]) -> nn.Module:
     """Build a model with this structure, whose parameters have memory but no values yet.
 
-    Args:
-        structure: Copy without memory.
-        buffers: Values for buffers on the meta device.
-
-    Returns:
-        The model, in training mode.
-
     Raises:
         ValueError: If a buffer has no value.
     """
@@ -89,10 +82,6 @@ def initialized_modules(before: Mapping[str, State], after: Mapping[str, State])
     """Return the modules that have initialised themselves from their first input in a step.
 
     Their flags, or buffers of integers, have changed.
-
-    Args:
-        before: `state_of` before the step.
-        after: `state_of` after it.
     """
     found = set()
     for name in before.keys() & after.keys():
@@ -108,14 +97,6 @@ def with_state(model: nn.Module, before: Mapping[str, State], after: Mapping[str
 
     Buffers are those from before the step, because forwards may write them. A module whose flags have changed in the
     step has initialised itself from its first input, and must not do so again.
-
-    Args:
-        model: Model with the same modules.
-        before: `state_of` before the step.
-        after: `state_of` after it.
-
-    Returns:
-        The model.
     """
     started = initialized_modules(before, after)
     for name, part in model.named_modules():

@@ -24,9 +24,6 @@ def unsplit_structure(model: nn.Module) -> nn.Module:
     A program usually has no function that builds the model without splitting it. DTensors know their full shapes, and
     `fully_shard` keeps the original class of every module, so the unsplit model can be derived from a rank's part.
 
-    Args:
-        model: This rank's part of a model.
-
     Returns:
         The copy. Parameters have full shapes and are on the meta device; buffers have values.
     """

@@ -69,11 +69,7 @@ class Updates:
         self.twins: dict[int, tuple[Any, Any]] = {}  # on rank 0: id of an optimizer -> it, and its twin
 
     def begin(self, gradients: dict[Key, Tensor]) -> None:
-        """Take the gradients of a step, which are right. Collective over the world.
-
-        Args:
-            gradients: This rank's reduced gradients, by `Held.key`.
-        """
+        """Take the gradients of a step, which are right. Collective over the world."""
         if self.stopped:
             return
         self.gradients = gradients
@@ -98,11 +94,8 @@ class Updates:
     ) -> None:
         """Record an optimizer that begins its step.
 
-        Args:
-            optimizer: The optimizer.
-            groups: Parameters of each of its groups that this rank steps.
-            params: All its parameters.
-            own_clip: Largest norm to which the optimizer itself clips; 0 for no limit.
+        `groups` are the parameters that this rank steps, `params` all of the optimizer's. `own_clip` is the norm to
+        which the optimizer itself clips, or 0.
         """
         names = tuple(tuple(self.held[id(p)].name for p in group if id(p) in self.held) for group in groups)
         mine = [self.held[id(param)] for param in params if id(param) in self.held]
@@ -129,12 +122,7 @@ class Updates:
             self.stopped = f"{type(optimizer).__name__} has a state from before the first step"
 
     def after_step(self, params: Sequence[Any], left_out: Sequence[Any] = ()) -> None:
-        """Copy the weights that an optimizer has stepped.
-
-        Args:
-            params: Parameters of the optimizer.
-            left_out: Those that it has not stepped although they have a gradient in memory.
-        """
+        """Copy the weights that an optimizer has stepped; it has left out those that have a gradient in memory only."""
         mine = [self.held[id(param)] for param in params if id(param) in self.held]
         if self.is_open and mine:
             names = {self.held[id(param)].name for param in left_out if id(param) in self.held}
@@ -143,13 +131,7 @@ class Updates:
             self.after |= {held.key: weights[held.key] for held in mine}
 
     def record_clip(self, params: Any, limit: Any, norm_type: float | None) -> None:
-        """Record that the program clips gradients.
-
-        Args:
-            params: A parameter, or several.
-            limit: Largest norm, or largest absolute value of an element.
-            norm_type: Order of the norm; None for a clip by value.
-        """
+        """Record that the program clips gradients, by value if there is no `norm_type`."""
         given = [params] if isinstance(params, Tensor) else params
         names = tuple(self.held[id(param)].name for param in given if id(param) in self.held)
         if self.is_open and names:
@@ -184,11 +166,7 @@ class Updates:
             yield
 
     def compare(self) -> list[Comparison]:
-        """Compare the weights after the step with those of one process. Collective over the world.
-
-        Returns:
-            The wrong weights of all ranks.
-        """
+        """Compare the weights after the step with those of one process. Collective over the world."""
         self.is_open = False
         model = self.job.model
         now = self._weights()
@@ -287,11 +265,6 @@ class Updates:
     ) -> tuple[list[str], str, str]:
         """Make the step on this process.
 
-        Args:
-            steps: The optimizers' steps, by rank.
-            got: Full gradients that were compared.
-            at_step: Full gradients when the optimizers began.
-
         Returns:
             (notes, cause of wrong weights if the optimizer got wrong gradients, reason not to compare).
         """
@@ -363,16 +336,7 @@ def _same(after: Tensor | None, now: Tensor) -> bool:
 
 
 def with_updates(report: GradientReport, updates: Updates, wrong: Sequence[Comparison]) -> GradientReport:
-    """Add a comparison of weights to the report about the gradients of the same step.
-
-    Args:
-        report: Report about right gradients.
-        updates: The steps.
-        wrong: Wrong weights.
-
-    Returns:
-        The report.
-    """
+    """Add a comparison of weights to the report about the gradients of the same step."""
     report = replace(report, notes=tuple(dict.fromkeys((*report.notes, *updates.notes))))
     if updates.again:
         broken = f"step {updates.done} of the loop: {updates.again}; no backward ran between the two"
@@ -385,11 +349,7 @@ def with_updates(report: GradientReport, updates: Updates, wrong: Sequence[Compa
 
 @contextmanager
 def watched_updates(found: Callable[[], Sequence[Updates]]) -> Iterator[None]:
-    """Report optimizer steps and gradient clipping to `Updates` while the context is active.
-
-    Args:
-        found: Returns the `Updates` of all models that are compared.
-    """
+    """Report optimizer steps and gradient clipping to `Updates` while the context is active."""
 
     step = MegatronOptimizer.step_with_ready_grads
 

@@ -59,9 +59,6 @@ def locate(
         parameters: All trained parameters.
         wrong: Parameters with wrong gradients.
         factor: See Job.factor_of_gradients; None without a division by tokens.
-
-    Returns:
-        The modules at which the fault begins.
     """
     with _recorder(job, reference) as mine:
         mine.in_backward = None if isinstance(job, PipelineJob) else False
@@ -185,14 +182,6 @@ def shared_faults(reference: Reference, expected: Expected, batch: Any) -> tuple
 
     These are checkpoints that recompute other values, and cut graphs: a module runs, but none of its parameters gets a
     gradient. Parameters of modules that never run are not reported.
-
-    Args:
-        reference: The unsplit model.
-        expected: Values of the reference.
-        batch: The complete global batch.
-
-    Returns:
-        The faults in words.
     """
     if not expected.recomputes and not expected.unreached:
         return ()

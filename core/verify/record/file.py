@@ -89,12 +89,6 @@ def read_recording(path: Path) -> RecordedRun:
 
     If a resumed run has written a step again, its last line counts. A line that a crash cut off is left out.
 
-    Args:
-        path: The file, or the directory of a run.
-
-    Returns:
-        The recording.
-
     Raises:
         ValueError: If there is no recording, or a line cannot be read.
     """

@@ -24,9 +24,6 @@ from core.verify.record.recorder import StepRecording
 def record_program(asked: Asked) -> int:
     """Run a program, record its steps, and return the program's exit status.
 
-    Args:
-        asked: The options, with the file to write.
-
     Returns:
         The status; 1 if the program has made no step, 2 if there is no program.
     """

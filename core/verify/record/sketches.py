@@ -121,9 +121,6 @@ def of_part(
         place: Position of the local tensor in the full one.
         is_gradient: True to estimate the number of elements that are smaller than TINY, and not 0; False for a digest.
         factor: Factor that the elements still lack.
-
-    Returns:
-        A sketch of each box of the full tensor.
     """
     strides = row_strides(place.local_shape)
     found = []
