@@ -6,6 +6,8 @@ releases and devices are planted at the same place. `docs/source/verify.md` show
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
@@ -48,29 +50,33 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 
 
-def verified(options: tuple[str, ...], arguments: tuple[str, ...]) -> int:
+def verified(options: tuple[str, ...], arguments: tuple[str, ...]) -> tuple[int, str]:
+    """Run the command in this process, and return its status and what this rank has printed."""
     stock("")
-    with on_this_device(), OnTheCPU():
-        return run_program(asked_by([*options, PROGRAM, *arguments]))
+    printed = io.StringIO()
+    with on_this_device(), OnTheCPU(), contextlib.redirect_stdout(printed):
+        status = run_program(asked_by([*options, PROGRAM, *arguments]))
+    return status, printed.getvalue()
 
 
 @ranks(2)
 @pytest.mark.parametrize("layout", RIGHT)
-def test_a_right_program_of_megatron_core_gives_no_alarm(
-    rank: int, world: int, layout: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    status = verified(*RIGHT[layout])
-    printed = capfd.readouterr().out
+def test_a_right_program_of_megatron_core_gives_no_alarm(rank: int, world: int, layout: str) -> None:
+    status, printed = verified(*RIGHT[layout])
     assert status == 0, printed
+    assert rank or "first was right" in printed, printed
 
 
 @ranks(2)
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_reported_fault_of_megatron_core_is_found_and_placed(
-    rank: int, world: int, fault: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reported_fault_of_megatron_core_is_found_and_placed(rank: int, world: int, fault: str) -> None:
     arguments, words = WRONG[fault]
-    status = verified((), arguments)
-    printed = capfd.readouterr().out
+    status, printed = verified((), arguments)
     assert status == 1, printed
     assert rank or words in printed, printed
+
+
+@ranks(2)
+def test_a_forward_step_that_draws_nothing_is_refused_with_advice(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="draws nothing from data_iterator, so its data is not known; draw each"):
+        verified((), ("--no-data",))
