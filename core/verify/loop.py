@@ -198,9 +198,8 @@ class StepCheck:
     def note(self, *args: Any, **kwargs: Any) -> None:
         """Pass a microbatch to `loss_fn` in place of the forward's arguments.
 
-        Needed if the loss takes inputs that the forward does not get, such as labels.
-
-        Call this once for each microbatch of the first step; later calls do nothing.
+        Needed if the loss takes inputs that the forward does not get, such as labels. Call this once for each microbatch
+        of the first step; later calls do nothing.
 
             check = verify_with(model, build_whole, lambda whole, x, y: cross_entropy(whole(x), y))
             for x, y in batches:
@@ -381,7 +380,11 @@ class StepCheck:
 
 
 class LoopCheck(StepCheck):
-    """Check by verify_with of the forwards of one wrapped model."""
+    """Check by verify_with of the forwards of one wrapped model.
+
+    Args:
+        ddp, build_whole, loss_fn, bound, reference_dtype, join_fn: As for verify_with, with `ddp` for its model.
+    """
 
     def __init__(
         self,
