@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +38,7 @@ from core.verify.microbatches import (
     same_data,
 )
 from core.verify.norms import squares_of, wrong_norm
-from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob
+from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob, refuse_what_does_not_fit
 from core.verify.reference import ModelFn, Reference
 from core.verify.report import GradientReport
 from core.verify.torch_model import TorchLoopJob
@@ -187,7 +185,7 @@ class StepCheck:
 
     def prepare(self) -> None:
         """Build the reference with the current weights. Collective over the world. Raises as verify_with."""
-        _refuse_what_does_not_fit(self.job, self.reference_dtype)
+        refuse_what_does_not_fit(self.job, self.reference_dtype)
         device = self.job.model.device
         with _kept_random_state(device):
             build = self.build_whole
@@ -198,8 +196,8 @@ class StepCheck:
     def note(self, *args: Any, **kwargs: Any) -> None:
         """Pass a microbatch to `loss_fn` in place of the forward's arguments.
 
-        Needed if the loss takes inputs that the forward does not get, such as labels. Call this once for each microbatch
-        of the first step; later calls do nothing.
+        Needed if the loss takes inputs that the forward does not get, such as labels. Call this once for each
+        microbatch of the first step; later calls do nothing.
 
             check = verify_with(model, build_whole, lambda whole, x, y: cross_entropy(whole(x), y))
             for x, y in batches:
@@ -399,7 +397,7 @@ class LoopCheck(StepCheck):
         called = job.torch_model.outer if isinstance(job, TorchLoopJob) else job.ddp.module
         super().__init__(job, build_whole, bound, reference_dtype, join_fn=join_fn)
         if isinstance(job, TorchLoopJob):  # its dtype is known only in the first forward
-            _refuse_what_does_not_fit(job, reference_dtype)
+            refuse_what_does_not_fit(job, reference_dtype)
             for part in called.modules():
                 self.until_over.callback(part.register_forward_pre_hook(_look_inside).remove)
         else:
@@ -459,33 +457,6 @@ def _look_inside(module: nn.Module, _: Any) -> None:
     """Pass any module of a model without our wrapper to `StepCheck.look_inside`. A module hook."""
     for check in list(_CHECKS.values()):
         check.look_inside(module)
-
-
-def _refuse_what_does_not_fit(job: RanJob, dtype: torch.dtype) -> None:
-    """Raise MemoryError on all ranks if weights and gradients of the unsplit model do not fit on rank 0."""
-    mine = {held.name: math.prod(held.place.shape) for held in job.model.held}
-    answers = agree.gather((mine, free_bytes(job.model.device)), None, "the size of the reference")
-    numels: dict[str, int] = {name: numel for theirs, _ in answers.values() for name, numel in theirs.items()}
-    own = job.model.dtype
-    of_element = 2 * dtype.itemsize + (2 * own.itemsize if own != dtype else 0)  # bytes per element
-    needed, free = sum(numels.values()) * of_element, answers[0][1]
-    if needed > free:
-        raise MemoryError(
-            f"the unsplit model has {sum(numels.values()):,} parameters; its weights and gradients in {dtype} and "
-            f"{own} take {needed / 2**30:.2f} GiB on rank 0, where {free / 2**30:.2f} GiB are free. Verify a model "
-            "with fewer layers, or pass reference_dtype=torch.float32"
-        )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the number of free bytes on a device."""
-    if device.type != "cpu":
-        return int(torch.get_device_module(device).mem_get_info(device)[0])
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():  # not Linux
-        return 1 << 60
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 @contextmanager

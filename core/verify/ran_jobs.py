@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from core.distributed import DistributedDataParallel
@@ -138,3 +141,30 @@ class PipelineLoopJob(RanJob, PipelineJob):
         if tokens is None or self.runner.per_token:
             return super().factor_of_gradients(tokens)
         return self.groups.size("dp_cp") / ((tokens or 1.0) * self.token_weight)
+
+
+def refuse_what_does_not_fit(job: RanJob, dtype: torch.dtype) -> None:
+    """Raise MemoryError on all ranks if weights and gradients of the unsplit model do not fit on rank 0."""
+    mine = {held.name: math.prod(held.place.shape) for held in job.model.held}
+    answers = agree.gather((mine, free_bytes(job.model.device)), None, "the size of the reference")
+    numels: dict[str, int] = {name: numel for theirs, _ in answers.values() for name, numel in theirs.items()}
+    own = job.model.dtype
+    of_element = 2 * dtype.itemsize + (2 * own.itemsize if own != dtype else 0)  # bytes per element
+    needed, free = sum(numels.values()) * of_element, answers[0][1]
+    if needed > free:
+        raise MemoryError(
+            f"the unsplit model has {sum(numels.values()):,} parameters; its weights and gradients in {dtype} and "
+            f"{own} take {needed / 2**30:.2f} GiB on rank 0, where {free / 2**30:.2f} GiB are free. Verify a model "
+            "with fewer layers, or pass reference_dtype=torch.float32"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the number of free bytes on a device."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():  # not Linux
+        return 1 << 60
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024

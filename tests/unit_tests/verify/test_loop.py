@@ -21,7 +21,7 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.model_parallel_config import ModelParallelConfig
 from core.pipeline_parallel import PipelineRunner
 from core.tensor_parallel import mappings
-from core.verify import LoopCheck, WrongGradientError, loop, verify_with
+from core.verify import LoopCheck, WrongGradientError, ran_jobs, verify_with
 from core.verify.job import PipelineJob
 from core.verify.microbatches import Given, full_batch
 from tests.layouts import gpt
@@ -236,15 +236,15 @@ def test_a_reference_that_does_not_fit_is_refused_by_its_size(rank: int, world: 
     elements = 11 * 6 + 6 * 8 + 8 * 5
     with wrapped(2) as model:
         with (
-            mock.patch.object(loop, "free_bytes", lambda _: 16 * elements - 1 if rank == 0 else 1 << 60),
+            mock.patch.object(ran_jobs, "free_bytes", lambda _: 16 * elements - 1 if rank == 0 else 1 << 60),
             pytest.raises(MemoryError, match=f"the unsplit model has {elements} parameters.*on rank 0"),
         ):
             verify_with(model, never, loss_of)
-        with mock.patch.object(loop, "free_bytes", lambda _: 16 * elements):
+        with mock.patch.object(ran_jobs, "free_bytes", lambda _: 16 * elements):
             verify_with(model, build_whole, loss_of)
         with pytest.raises(ValueError, match="being verified already"):
             verify_with(model, build_whole, loss_of)
-    assert loop.free_bytes(torch.device("cpu")) > 1 << 20
+    assert ran_jobs.free_bytes(torch.device("cpu")) > 1 << 20
 
 
 @ranks(2)
