@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
-from core.extras import MissingExtra, require
+from core.extras import MissingExtra
 from core.hugging_face.run.sequence import MODES
 from core_plan.advice import advise
 from core_plan.calibrate import calibrate
@@ -23,9 +23,7 @@ from core_plan.job.config import AXIS_OPTIONS, JobConfig
 from core_plan.job.config_file import given_options, load_config, read_toml, spell_out
 from core_plan.job.errors import ConfigError
 from core_plan.job.limits import check_numbers
-from core_plan.job.run_directory import check_writable
 from core_plan.model_run import MODELS, TINY, ModelRun, known_models
-from core_plan.pictures import draw_plan
 from core_plan.run_plan import plan_run
 from core_plan.suggestions import advice
 
@@ -84,14 +82,9 @@ def _plan(arguments: list[str]) -> int:
         return _advise(options, more)
     if options.compare is not None:
         raise ConfigError("--compare ranks a layout among the layouts of --advise; add --advise")
-    if options.picture is not None:
-        check_writable(options.picture, "--picture")
-        require("matplotlib", "drawing the plots")
     config = model_run(options, more) if is_hugging_face(options.model) else job_config(options, more)
     plan = plan_run(config, options.ranks, _device(options))
     print(json.dumps(plan.as_dict(), indent=2) if options.json else plan.describe())
-    if options.picture is not None:
-        print("drawn:", *draw_plan(options.picture, plan), file=sys.stderr if options.json else sys.stdout)
     if not plan.fits and not options.json:
         print(_with_own_names(advice(config, plan), arguments))
     return 0 if plan.fits else DOES_NOT_FIT
@@ -101,8 +94,6 @@ def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
     """Print the layouts that fit. Sizes given as options are kept."""
     if options.json:
         raise ConfigError("--json is of one layout; give it without --advise")
-    if options.picture is not None:
-        raise ConfigError("--picture is of one layout; give --advise without it, and draw the layout that you choose")
     config = model_run(options, more) if is_hugging_face(options.model) else job_config(options, more)
     given = {**vars(options), "micro": options.micro_batch, **_long_sizes(config, more)}
     fixed = {name: int(given[name]) for name in FIXED if given[name] is not None}
@@ -197,12 +188,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=int, required=True, help="of the whole job")
     parser.add_argument("--device", default="h100", help=f"{', '.join(known_devices())}, or a .json file like theirs")
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="DIR",
-        help="draw memory, the time line and the axes' roofline into .svg files there",
-    )
     parser.add_argument("--json", action="store_true", help="print the plan as numbers: bytes, seconds")
     parser.add_argument("--seq", type=int, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, help="sequences of a step")

@@ -1,4 +1,4 @@
-"""Pictures of a plan: what they show, and the page's own."""
+"""The pictures of the documentation's page on plans."""
 
 from __future__ import annotations
 
@@ -12,31 +12,28 @@ from pathlib import Path
 import pytest
 
 from core.pipeline_parallel.schedules import Action
-from core_plan.command import main
-from core_plan.pictures import ACTIONS, COLORS, time_panels
+from core_plan import plan_run
+from core_plan.job.config_file import load_config
 from core_plan.time_line import TimedAction
 from core_train.plots import EXPOSED, IN_FLIGHT, SPAN_COLORS
 from tests.unit_tests.test_docs import ROOT
 
 matplotlib = pytest.importorskip("matplotlib")
+SCRIPT = runpy.run_path(str(ROOT / "docs" / "draw_plan.py"), run_name="drawn")
 
 
-def test_a_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = (
-        "--ranks 4 --tp 1 --pp 2 --global-batch 8 --model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256"
-    )
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        assert main([*flags.split(), "--picture", str(tmp_path / "pictures")]) == 0
-    drawn = {path.stem: path.read_text() for path in (tmp_path / "pictures").iterdir()}
-    assert set(drawn) == {"memory", "time_line", "roofline"}
-    words = {
-        name: {text.text for text in ElementTree.fromstring(svg).iter() if text.tag.endswith("text")}
-        for name, svg in drawn.items()
-    }
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    flags = "--tp 1 --pp 2 --run.global-batch-size 8 --model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256"
+    plan = plan_run(load_config(flags.split()), 4)
+    words = {}
+    for name, draw in SCRIPT["PICTURES"].items():
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            draw(tmp_path / f"{name}.svg", plan)
+        texts = ElementTree.parse(tmp_path / f"{name}.svg").iter()
+        words[name] = {text.text for text in texts if text.tag.endswith("text")}
     assert {"parameters", "gradients", "activations", "GiB"} <= words["memory"]
     assert {"rank 0", "rank 2", "forward", "backward", "optimizer"} <= words["time_line"]
     assert {"dp_cp", "pp"} <= words["roofline"]
-    assert "drawn:" in capsys.readouterr().out
 
 
 def test_a_long_step_is_drawn_by_its_first_and_last_microbatches() -> None:
@@ -44,24 +41,19 @@ def test_a_long_step_is_drawn_by_its_first_and_last_microbatches() -> None:
 
     def panels(microbatches: int) -> list[tuple[float, float]]:
         spans = [TimedAction(0, Action("F", 0, n), float(n), n + 1.0) for n in range(microbatches)]
-        return time_panels(spans, microbatches + 0.5)
+        found: list[tuple[float, float]] = SCRIPT["time_panels"](spans, microbatches + 0.5)
+        return found
 
     assert panels(128) == [(0.0, 8.0), (120.0, 128.5)]
     assert panels(17) == [(0.0, 8.0), (9.0, 17.5)]
     assert panels(16) == [(0.0, 16.5)]
 
 
-def test_a_picture_where_nothing_can_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--ranks", "1", "--picture", "/proc/none"]) == 2
-    assert "--picture /proc/none" in capsys.readouterr().err
-
-
 def test_the_pages_pictures_are_of_its_first_plan() -> None:
-    script = runpy.run_path(str(ROOT / "docs" / "draw_plan.py"), run_name="drawn")
-    plan = script["first_plan"]()
+    plan = SCRIPT["first_plan"]()
     page = (ROOT / "docs" / "source" / "plan.md").read_text()
     assert f"rank {plan.fullest.rank} holds most, {plan.fullest.peak / 2**30:.2f} GiB" in page
-    assert set(re.findall(r"\{picture\} plan/(\w+)\.png", page)) == set(script["PICTURES"])
+    assert set(re.findall(r"\{picture\} plan/(\w+)\.png", page)) == set(SCRIPT["PICTURES"])
 
 
 # Machado, Oliveira and Fernandes 2009, of full severity: what people see who are blind to red, green or blue light.
@@ -103,13 +95,13 @@ def test_what_a_picture_shows_next_to_each_other_can_be_distinguished(eyes: str)
     assert min(apart.values()) > 15, min(apart, key=lambda pair: apart[pair])
     assert apart["forward", "backward"] > 50
     assert math.dist(lab("#7fb3d5", eyes), lab("#5499c7", eyes)) < 15  # the two blues of before
-    assert {color for _, color in ACTIONS.values()} == {
+    assert {color for _, color in SCRIPT["ACTIONS"].values()} == {
         SPAN_COLORS[name] for name in ("forward", "backward", "weight gradient")
     }
 
 
 @pytest.mark.parametrize("eyes", SEEN)
 def test_kinds_of_memory_can_be_distinguished(eyes: str) -> None:
-    seen = [lab(color, eyes) for color in COLORS]
+    seen = [lab(color, eyes) for color in SCRIPT["COLORS"]]
     assert min(math.dist(one, other) for one, other in itertools.combinations(seen, 2)) > 15
     assert min(map(math.dist, seen, seen[1:])) > 45  # neighbours in a stack
