@@ -6,9 +6,8 @@ layouts and symbolic sizes, which plans do not need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,6 @@ from core_plan.live_memory import BEFORE, LiveMemory, Work
 
 META = torch.device("meta")
 A_VALUE, PLACES = "aten::_local_scalar_dense", "aten::nonzero"  # operators that ask for values
-# Result constructors and work by operator and arguments: layers run the same operators repeatedly.
-KNOWN: dict[Any, tuple[Any, Work | None]] = {}
-MOST_KNOWN = 100_000
 
 
 class Hollow(Tensor):
@@ -71,11 +67,10 @@ class WithoutValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.name() in (A_VALUE, PLACES) and isinstance(args[0], Hollow):
             result = self._asked(func, args[0])
-            work = Work.of(func, args, kwargs, result)
         else:
-            result, work = _answered(func, args, kwargs)
+            result = _computed(func, args, kwargs)
         if self.live is not None:
-            self.live.note(result, work)
+            self.live.note(result, Work.of(func, args, kwargs, result))
         return result
 
     def _asked(self, func: Any, tensor: Hollow) -> Any:
@@ -87,34 +82,17 @@ class WithoutValues(TorchDispatchMode):
         return func(tensor.shadow)  # torch raises an error
 
 
-def _answered(func: Any, args: Any, kwargs: Any) -> tuple[Any, Work | None]:
-    """Return the result of an operator, and its work."""
-    asked = func, described(args), described(kwargs.items()) if kwargs else (), torch.get_default_dtype()
-    if asked in KNOWN:
-        makers, work = KNOWN[asked]
-        return makers(args) if callable(makers) else mapped(makers, lambda make: make(args)), work
-    result, makers = _computed(func, args, kwargs)
-    work = Work.of(func, args, kwargs, result)
-    if makers is not None:
-        if len(KNOWN) >= MOST_KNOWN:
-            KNOWN.clear()
-        KNOWN[asked] = makers, work
-    return result, work
-
-
-def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return an operator's result, and a function that creates the same for equal arguments; None if not possible."""
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operator, from the shadows of its arguments."""
     given: dict[int, Hollow] = {}
-    storages: set[int] = set()  # storages of the arguments
 
     def shadow_of(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return META if isinstance(value, torch.device) else value
-        shadow = value.shadow if isinstance(value, Hollow) else value.to(META)
-        storages.add(id(shadow.untyped_storage()))
         if isinstance(value, Hollow):
-            given[id(shadow)] = value
-        return shadow
+            given[id(value.shadow)] = value
+            return value.shadow
+        if isinstance(value, Tensor):
+            return value.to(META)
+        return META if isinstance(value, torch.device) else value
 
     def hollow(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -125,43 +103,12 @@ def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             raise RuntimeError(f"{func} changes a tensor's shape from {tuple(known.shape)} to {tuple(value.shape)}")
         return Hollow(value) if known is None else known
 
-    shadows, named = mapped(args, shadow_of), mapped(kwargs, shadow_of)
-    base: Any = args[0].shadow if args and isinstance(args[0], Hollow) else None
-    before = None if base is None else (id(base.untyped_storage()), base.storage_offset())
     compute = func
     if func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
         compute = _grouped_product
     elif func.name() == "aten::addmm.dtype_out":  # torch 2.11 has it only for GPUs
         compute = _product_into
-    result = compute(*shadows, **named)
-
-    def maker(one: Any) -> Any:
-        if not isinstance(one, Tensor):
-            return None
-        storage, offset = id(one.untyped_storage()), one.storage_offset()
-        if storage not in storages:
-            return partial(_new, one.shape, one.stride(), one.dtype)
-        if before is None or storage != before[0] or one.dtype != base.dtype:
-            return None
-        return _same if one is base else partial(_view, one.shape, one.stride(), offset - before[1])
-
-    makers = mapped(result, maker)
-    of_each = (makers,) if isinstance(result, Tensor) else makers
-    is_given = isinstance(of_each, (tuple, list)) and all(map(callable, of_each))
-    return mapped(result, hollow), makers if is_given else None
-
-
-def _new(shape: Any, strides: Any, dtype: torch.dtype, args: Any) -> Hollow:
-    return Hollow(torch.empty_strided(shape, strides, dtype=dtype, device=META))
-
-
-def _view(shape: Any, strides: Any, offset: int, args: Any) -> Hollow:
-    base = args[0].shadow
-    return Hollow(base.as_strided(shape, strides, base.storage_offset() + offset))
-
-
-def _same(args: Any) -> Any:
-    return args[0]
+    return mapped(compute(*mapped(args, shadow_of), **mapped(kwargs, shadow_of)), hollow)
 
 
 def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
@@ -177,19 +124,6 @@ def _product_into(*_: Any, out: Tensor, **__: Any) -> Tensor:
     return out
 
 
-def described(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a key that is equal for arguments whose results have the same shapes."""
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found += type(value), value.shape, value.stride(), value.dtype, value.requires_grad
-        elif isinstance(value, (tuple, list)):
-            found.append(described(value))
-        else:
-            found += type(value), value
-    return tuple(found)
-
-
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to all values in nested lists, tuples and dictionaries."""
     if isinstance(value, (tuple, list)):
@@ -200,11 +134,9 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def take_values(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Replace tensors on the meta device by tensors of the active mode. Tied parameters stay tied.
+    """Replace tensors on the meta device by tensors of the active mode, with parameters in `dtype` if it is given.
 
-    Args:
-        model: Model to change.
-        dtype: Dtype of the new parameters; None keeps their own.
+    Tied parameters stay tied.
     """
     taken: dict[int, Any] = {}
     for module in model.modules():

@@ -13,14 +13,13 @@ from core.pipeline_parallel import PipelineLayout
 from core.pipeline_parallel.schedules import actions_in, build_schedule, find_schedule
 from core_plan import Link, plan_run, read_device
 from core_plan.communication import hops_seconds, link_of, rate_between
+from core_plan.gpt_source import run_of_job
 from core_plan.job.config_file import load_config
-from core_plan.job_run import run_of_job
 from core_plan.live_memory import BACKWARD, Work
 from core_plan.run_memory import parts_of_stages
 from core_plan.schedule_order import Action, StageStandIn, actions_of_ranks
 from core_plan.step_time import work_seconds
 from core_plan.time_line import pipeline_spans, shared_spans
-from core_plan.without_values import KNOWN
 
 H100 = read_device("h100")
 TINY = "--model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256 --model.sequence-length 64"
@@ -111,7 +110,6 @@ def test_the_product_that_adds_is_planned_by_a_torch_that_has_it_on_gpus_alone()
 
     fused = "--ddp.grad-reduce-in-fp32 --model.gradient-accumulation-fusion"
     expected = backward_of_layer(fused)
-    KNOWN.clear()
     library = torch.library.Library("aten", "IMPL", "Meta")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has a kernel of its own there
