@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from core.number_ranges import BELOW_ONE, Range, whole
 from core_plan.job.errors import ConfigError
@@ -106,12 +106,8 @@ class Device:
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Device:
-        """Create a device from a file's content.
-
-        Raises:
-            ValueError: If the content is not a device. The text has the expected and the given value.
-        """
-        _check_file(table)
+        """Create a device from a file's content. Raises ValueError if the content is not a device."""
+        _check("", table, Table(CONTENT, list(NEEDED)))
         links = {where: Link(**link) for where, link in table["links"].items()}
         own = {key: value for key, value in table.items() if key != "links"}
         return cls(inside=links["inside"], between=links["between"], gradients=links.get("gradients"), **own)
@@ -219,17 +215,39 @@ def read_device(name: str) -> Device:
         raise ConfigError(f"--device {name}: the file is no device: its lists are in each other too deep") from error
 
 
-LINKS = ("inside", "between", "gradients")  # the last one need not be there
+class Table(NamedTuple):
+    """Names and values that a table of a device file may contain."""
+
+    names: Mapping[str, Any]  # allowed value by name
+    needed: Sequence[str]
+    others: Any = None  # allowed value of any other name; None allows no other names
+
+
 # Upper limits, so that no product or quotient of a plan is infinite.
 COUNT, COUNT_OR_ZERO, BYTES = whole(1, 10**7), whole(0, 10**7), whole(1, 10**18)
 SECONDS, SIZE = Range(Real, 0, 1e6), Range(Real, 1, 1e30)
 RATE, RATE_OR_ZERO = Range(Real, 1, 1e24), Range(Real, 0, 1e24)
-LINK = {"latency_s": SECONDS, "bytes_per_s": RATE, "hop_s": SECONDS}  # the last one need not be there
-NUMBERS = {
+LINK = Table({"latency_s": SECONDS, "bytes_per_s": RATE, "hop_s": SECONDS}, ["latency_s", "bytes_per_s"])
+WORDS = {str: "a text", bool: "true or false"}
+# Columns of lists of rows. The first number of a row increases.
+POINTS, OPERATORS, COLLECTIVES = (SIZE, RATE), (SIZE, SECONDS), (COUNT, SECONDS, RATE)
+NEEDED = {
+    "name": str,
+    "about": str,
+    "source": str,
+    "is_host": bool,
     "memory_bytes": BYTES,
     "memory_bandwidth": RATE,
     "operator_overhead_s": SECONDS,
     "ranks_per_machine": COUNT,
+    "matmul_flops": Table({}, ["float32"], RATE),
+    "peak_flops": Table({}, ["float32"], RATE),
+    "links": Table({"inside": LINK, "between": LINK, "gradients": LINK}, ["inside", "between"]),
+}
+CONTENT = {
+    **NEEDED,
+    "has_figures": bool,
+    "attention_flops": Table({}, [], RATE),
     "optimizer_bandwidth": RATE_OR_ZERO,
     "optimizer_bucket_s": SECONDS,
     "step_overhead_s": SECONDS,
@@ -239,82 +257,42 @@ NUMBERS = {
     "cores": COUNT_OR_ZERO,
     "turns": Range(Real, 1, 1e6),
     "communicator_bytes": whole(0, 10**18),
-}
-RATES = {"matmul_flops": {"float32"}, "peak_flops": {"float32"}, "attention_flops": set()}  # required dtypes
-POINT = (SIZE, RATE)
-POINTS = {  # lists of rows; True for lists by name. The first number of a row increases
-    "matmul_sizes": (True, POINT),
-    "memory_sizes": (False, POINT),
-    "operators": (True, (SIZE, SECONDS)),
-    "collectives": (True, (COUNT, SECONDS, RATE)),
+    "matmul_sizes": Table({}, [], POINTS),
+    "memory_sizes": POINTS,
+    "operators": Table({}, [], OPERATORS),
+    "collectives": Table({}, [], COLLECTIVES),
 }
 
 
-def _check_file(table: Any) -> None:
-    """Check the content of a device file.
+def _check(name: str, value: Any, allowed: Any) -> None:
+    """Check a value of a device file against a Table, a Range, a type, or the columns of a list of rows.
 
     Raises:
         ValueError: For the first value that is invalid.
     """
-    known = {entry.name: entry for entry in fields(Device)}
-    own = _table("the content", table)
-    needed = {name for name, entry in known.items() if entry.default is entry.default_factory is MISSING}
-    _check_names("", own, {*known, "links"} - {*LINKS}, {*needed, "links"} - {*LINKS})
-    links = _table("links", own["links"])
-    _check_names("links.", links, {*LINKS}, {*LINKS[:2]})
-    for where, link in links.items():
-        _check_names(f"links.{where}.", _table(f"links.{where}", link), {*LINK}, {*LINK} - {"hop_s"})
-        for name, value in link.items():
-            _check_number(f"links.{where}.{name}", value, LINK[name])
-    for name in own.keys() - {"links"}:
-        _check_value(name, own[name], is_word=known[name].type == "str", is_flag=known[name].type == "bool")
-
-
-def _check_value(name: str, value: Any, *, is_word: bool, is_flag: bool) -> None:
-    if is_word and not isinstance(value, str):
-        raise _unexpected(name, "a text", value)
-    if is_flag and not isinstance(value, bool):
-        raise _unexpected(name, "true or false", value)
-    if name in NUMBERS and not (value is None and name == "communicator_bytes"):
-        _check_number(name, value, NUMBERS[name])
-    if name in RATES:
-        _check_names(f"{name}.", _table(name, value), {*value}, RATES[name])
-        for dtype, rate in value.items():
-            _check_number(f"{name}.{dtype}", rate, RATE)
-    if name in POINTS:
-        by_name, row = POINTS[name]
-        for key, points in _table(name, value).items() if by_name else [("", value)]:
-            _check_points(f"{name}.{key}" if by_name else name, points, row)
-
-
-def _check_points(name: str, points: Any, row: Sequence[Range]) -> None:
-    if not isinstance(points, list):
-        raise _unexpected(name, "a list of rows", points)
-    for place, point in enumerate(points):
-        if not isinstance(point, list) or len(point) != len(row):
-            raise _unexpected(f"{name}[{place}]", f"a list of {len(row)} numbers", point)
-        for column, (value, allowed) in enumerate(zip(point, row, strict=True)):
-            _check_number(f"{name}[{place}][{column}]", value, allowed)
-        if place and point[0] <= points[place - 1][0]:
-            raise _unexpected(f"{name}[{place}][0]", f"more than {points[place - 1][0]} of the row before", point[0])
-
-
-def _check_number(name: str, value: Any, allowed: Range) -> None:
-    if value not in allowed:
-        raise _unexpected(name, str(allowed), value)
-
-
-def _check_names(where: str, table: Mapping[str, Any], known: Set[str], needed: Set[str]) -> None:
-    if needed - table.keys():
-        raise ValueError(f"{where}{min(needed - table.keys())} is missing")
-    if table.keys() - known:
-        raise ValueError(f"{where}{min(table.keys() - known)} is no name there; known are {', '.join(sorted(known))}")
-
-
-def _table(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise _unexpected(name, "a table of names", value)
-    return value
+    if isinstance(allowed, Table):
+        if not isinstance(value, dict):
+            raise _unexpected(name or "the content", "a table of names", value)
+        before = f"{name}." if name else ""
+        for missing in sorted({*allowed.needed} - value.keys()):
+            raise ValueError(f"{before}{missing} is missing")
+        for unknown in sorted(value.keys() - allowed.names.keys()) if allowed.others is None else ():
+            raise ValueError(f"{before}{unknown} is no name there; known are {', '.join(sorted(allowed.names))}")
+        for key, part in value.items():
+            if part is not None or key != "communicator_bytes":
+                _check(before + key, part, allowed.names.get(key, allowed.others))
+    elif isinstance(allowed, tuple):
+        if not isinstance(value, list):
+            raise _unexpected(name, "a list of rows", value)
+        for place, row in enumerate(value):
+            if not isinstance(row, list) or len(row) != len(allowed):
+                raise _unexpected(f"{name}[{place}]", f"a list of {len(allowed)} numbers", row)
+            for column, (number, its_range) in enumerate(zip(row, allowed, strict=True)):
+                _check(f"{name}[{place}][{column}]", number, its_range)
+            if place and row[0] <= value[place - 1][0]:
+                raise _unexpected(f"{name}[{place}][0]", f"more than {value[place - 1][0]} of the row before", row[0])
+    elif not (value in allowed if isinstance(allowed, Range) else isinstance(value, allowed)):
+        raise _unexpected(name, str(allowed) if isinstance(allowed, Range) else WORDS[allowed], value)
 
 
 def _unexpected(name: str, expected: str, value: Any) -> ValueError:
