@@ -31,7 +31,7 @@ from core_plan.run_memory import Run, Wrapped, least_activations, parts_of_stage
 from core_plan.run_plan import RunPlan, plan_of, plan_run, run_of
 from core_plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS
 from core_plan.step_figures import PartFigures
-from core_plan.step_time import least_seconds
+from core_plan.step_time import SHARES, least_seconds
 from core_plan.suggestions import MOST_RANKS
 
 EQUAL = 1.01  # steps within this factor count as equally fast: a plan is not more accurate
@@ -61,12 +61,8 @@ def in_order(found: Iterable[Candidate]) -> list[Candidate]:
 class Candidate:
     """A layout with its plan.
 
-    Attributes:
-        choice: The layout.
-        config: Configuration of a run in this layout.
-        plan: The plan.
-        reason: Reason why it is worse than the first candidate; empty for the first.
-        flags: Options that change the configuration given to `advise` into this one.
+    `reason` says why it is worse than the first candidate, and `flags` are the options that change the configuration
+    given to `advise` into this one; `advise` sets both.
     """
 
     choice: Choice
@@ -167,7 +163,10 @@ def advise(
     progress(f"planning the best of {considered:,} layouts; Ctrl-C gives the best so far")
     compared = None if compare is None else search.best_with(compare, ranks)
     best = search.best(rows, ranks, most, compared.seconds if isinstance(compared, Candidate) else 0.0)
-    shown = [replace(one, reason=_reason(best[0], one)) if place else one for place, one in enumerate(best[:most])]
+    shown = [
+        replace(one, flags=flags_of(config, one.choice), reason=_reason(best[0], one) if one is not best[0] else "")
+        for one in best[:most]
+    ]
     planned, ended = search.planned, search.ended
     if isinstance(compared, Candidate):
         compared = _place(compare or {}, compared, best)
@@ -187,34 +186,15 @@ def _place(sizes: Mapping[str, int], compared: Candidate, best: Sequence[Candida
 
 
 class Row(NamedTuple):
-    """A layout except for its sharding.
+    """A layout except for its sharding."""
 
-    Attributes:
-        bound: Lower bound of the seconds of its step.
-        working: Bytes at the highest point of one part of one microbatch.
-        choice: The layout.
-    """
-
-    bound: float
-    working: int
+    bound: float  # no step of it takes fewer seconds
+    working: int  # bytes at the highest point of one part of one microbatch
     choice: Choice
 
 
 class Search:
-    """Search over the layouts of one model.
-
-    Args:
-        config: The model; see `advise`.
-        device: The device of each rank.
-        fixed: Sizes to keep; see `advise`.
-        progress: Called with a line about the progress; see `advise`.
-
-    Attributes:
-        planned: Number of layouts planned so far.
-        is_interrupted: True after Ctrl-C, once a layout has been planned.
-        ended: A sentence if the search ended before the bounds ended it.
-        least_peak: Fewest bytes of a planned layout that does not fit.
-    """
+    """Search over the layouts of one model. Its arguments are those of `advise`."""
 
     def __init__(
         self,
@@ -226,8 +206,8 @@ class Search:
         self.progress = progress
         self.planned = 0
         self.is_interrupted = False
-        self.ended = ""
-        self.least_peak: float = math.inf
+        self.ended = ""  # a sentence if the search ended before the bounds ended it
+        self.least_peak: float = math.inf  # bytes, of the planned layouts that do not fit
         self.config = config
         self.device = device
         self.fixed = fixed
@@ -249,12 +229,9 @@ class Search:
     def rows(self, ranks: int, *, smallest: bool = False) -> list[Row]:
         """Return the layouts that can be built on a number of ranks, in the order of their bounds.
 
-        Microbatches are doubled until the work of one needs more than a rank's memory.
-
-        Args:
-            ranks: Number of ranks.
-            smallest: Only return layouts that may need least memory, least first: the smallest microbatches, one stage
-                per rank, and no parts of layers recomputed.
+        Microbatches are doubled until the work of one needs more than a rank's memory. If `smallest` is True, only
+        layouts that may need least memory are returned, least first: the smallest microbatches, one stage per rank,
+        and no parts of layers recomputed.
         """
         found: list[Row] = []
         for choice, micros in choices(self.sizes, ranks, self.fixed):
@@ -312,17 +289,13 @@ class Search:
         self.planned += 1
         try:
             run = run_of(config, ranks, self.device)
-            plan = plan_of(run, self.device, self._known(choice, run), self._wrapped_of(choice, ranks))
+            key = choice._replace(micro=1, recompute=False, parts=False), ranks
+            plan = plan_of(run, self.device, self._known(choice, run), self._wrapped.setdefault(key, {}))
         except (ValueError, RuntimeError):  # this sharding or the split is rejected
             return None
         if not any(self._element_bytes):
             self._element_bytes = _element_bytes(plan)
-        return Candidate(choice, config, plan, flags=flags_of(self.config, choice))
-
-    def _wrapped_of(self, choice: Choice, ranks: int) -> Wrapped:
-        """Return the known wrapped stages of layouts that differ only in microbatches and recomputation."""
-        key = choice._replace(micro=1, recompute=False, parts=False)
-        return self._wrapped.setdefault((key, ranks), {})
+        return Candidate(choice, config, plan)
 
     def best(self, rows: Sequence[Row], ranks: int, most: int, until_s: float = 0.0) -> list[Candidate]:
         """Return the best layout of each set of axis sizes, best first.
@@ -348,8 +321,9 @@ class Search:
                 found[axes] = one if axes not in found else in_order([found[axes], one])[0]
                 if in_order(found.values())[0] is one:
                     self.progress(f"the best of {self.planned} planned so far: {one.words}, {one.seconds:.3g} s")
-            for one in in_order(found.values())[:most]:
-                found[one.choice.axes] = self._with_instances(self._with_other_shardings(one, ranks), ranks)
+            for axes, one in [(one.choice.axes, one) for one in in_order(found.values())[:most]]:
+                choices = [one.choice._replace(zero=zero) for zero in self.zeros]
+                found[axes] = self._with_instances(self._best_of(one, choices, ranks), ranks)
         except KeyboardInterrupt:
             if not found:
                 raise
@@ -388,8 +362,8 @@ class Search:
                 nbytes += sum(each * numel / shards for each, shards in zip(self._element_bytes, copies, strict=True))
         return nbytes <= self.device.room(ranks)
 
-    def _with_other_shardings(self, found: Candidate, ranks: int) -> Candidate:
-        planned = (self.plan(found.choice._replace(zero=zero), ranks) for zero in self.zeros)
+    def _best_of(self, found: Candidate, choices: Iterable[Choice], ranks: int) -> Candidate:
+        planned = (self.plan(choice, ranks) for choice in choices)
         return in_order([found, *(one for one in planned if one is not None and one.plan.fits)])[0]
 
     def _with_instances(self, found: Candidate, ranks: int) -> Candidate:
@@ -401,8 +375,7 @@ class Search:
             return found
         if choice.zero == 0 or near == 1 or sharing <= near or sharing % near:
             return found
-        other = self.plan(choice._replace(instances=sharing // near), ranks)
-        return found if other is None or not other.plan.fits else in_order([found, other])[0]
+        return self._best_of(found, [choice._replace(instances=sharing // near)], ranks)
 
     def best_with(self, sizes: Mapping[str, int], ranks: int) -> Candidate | str:
         """Return the best layout with the given sizes, or a sentence that says why there is none."""
@@ -483,18 +456,10 @@ def _is_legal(run: Run, micro: int) -> bool:
 
 def _reason(first: Candidate, other: Candidate) -> str:
     """Describe the part of a step that grows most."""
-    words = {
-        "compute": "forward and backward",
-        "exchanges": "exchanges within layers",
-        "bubble": "the bubble of the pipeline",
-        "slower_ranks": "waits for slower ranks of the pipeline",
-        "gradients": "reductions that nothing hides",
-        "optimizer": "the optimizer",
-    }
     times = first.plan.time, other.plan.time
-    grown = {name: getattr(times[1], name) - getattr(times[0], name) for name in words}
+    grown = {name: getattr(times[1], name) - getattr(times[0], name) for name in SHARES}
     most = max(grown, key=lambda name: grown[name])
     if other.seconds <= EQUAL * first.seconds and other.peak >= first.peak:
         return f"as fast, and holds {gib(other.peak - first.peak)} more"
     pace = other.seconds / first.seconds
-    return f"{pace:.2f} times the time: {grown[most]:.3g} s more of {words[most]}"
+    return f"{pace:.2f} times the time: {grown[most]:.3g} s more of {SHARES[most]}"

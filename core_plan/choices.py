@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from core.hugging_face.run.sequence import OVER_CONTEXT, OVER_TENSOR
 from core.number_ranges import divisors
 from core.pipeline_parallel.layout import PipelineLayout, spread
 from core_plan.job.config import JobConfig
-from core_plan.job.sizes import count_parameters
+from core_plan.job.limits import flag
 from core_plan.model_run import ModelRun
 
 FEWEST_TOKENS = 1024  # tokens per rank: context parallelism is not considered for shorter parts of a sequence
@@ -20,51 +20,35 @@ AXES = ("tp", "pp", "cp", "ep", "etp")
 NO_MODE = "none"  # option value: no sequence parallelism
 CHUNKS = (2, 3, 4, 8)  # considered numbers of stages per rank, if they divide the layers
 PARTS = ("layernorm", "mlp_act", "moe_act")  # modules that are recomputed, at almost no cost
+STAGES = ("vpp", "layers_per_stage")
+SHARDING = ("use_distributed_optimizer", "data_parallel_sharding_strategy", "overlap_param_gather")
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model and a batch by which arithmetic excludes layouts.
+    """Sizes of a model and a batch by which arithmetic excludes layouts."""
 
-    Attributes:
-        batch: Sequences of a step.
-        layers: Number of layers.
-        sequence: Tokens of a sequence.
-        of_tp: Sizes that tp must divide; other limits are checked when a model is split.
-        experts: Number of experts; None for a model without experts.
-        expert_width: Size that etp must divide; None if tp splits experts.
-        numel: Elements of all parameters.
-        frees_stages: True if the configuration fixes only the number of stages.
-        has_parts: True if parts of layers can be recomputed.
-        empty_ends: True if the first and the last stage may have no layer.
-        most_tp: Largest size of tp, unless it is given: links between machines are too slow for exchanges in layers.
-    """
-
-    batch: int
+    batch: int  # sequences of a step
     layers: int
-    sequence: int
-    of_tp: tuple[int, ...]
-    experts: int | None
-    expert_width: int | None
-    numel: int
-    frees_stages: bool = True
-    has_parts: bool = False
-    empty_ends: bool = False
-    most_tp: int = 1 << 30
+    sequence: int  # tokens
+    of_tp: tuple[int, ...]  # sizes that tp must divide; other limits are checked when a model is split
+    experts: int | None  # None for a model without experts
+    expert_width: int | None  # size that etp must divide; None if tp splits experts
+    frees_stages: bool = True  # the configuration fixes only the number of stages
+    has_parts: bool = False  # parts of layers can be recomputed
+    empty_ends: bool = False  # the first and the last stage may have no layer
+    most_tp: int = 1 << 30  # unless tp is given: links between machines are too slow for exchanges in layers
 
     @classmethod
     def of(cls, config: JobConfig | ModelRun) -> Sizes:
         """Read the sizes of the main job's model or of a Hugging Face model."""
         if isinstance(config, ModelRun):
-            whole = config.whole
-            numel = sum(parameter.numel() for parameter in whole.model.parameters())
-            batch, length = config.global_batch_size, config.sequence_length
-            return cls(batch, config.num_layers, length, (), whole.num_experts, None, numel, _frees_stages(config))
+            own = config.global_batch_size, config.num_layers, config.sequence_length
+            return cls(*own, (), config.whole.num_experts, None, _frees_stages(config))
         model, batch = config.model, config.run.global_batch_size
         of_tp = model.num_attention_heads, model.query_groups, model.ffn_width
         width = None if model.num_experts is None else model.expert_width
-        numel, parts = count_parameters(model), model.recompute_granularity != "selective"
-        known = batch, model.num_layers, model.sequence_length, of_tp, model.num_experts, width, numel
-        return cls(*known, _frees_stages(config), parts, empty_ends=True)
+        known = batch, model.num_layers, model.sequence_length, of_tp, model.num_experts, width
+        return cls(*known, _frees_stages(config), model.recompute_granularity != "selective", empty_ends=True)
 
 
 def _frees_stages(config: JobConfig | ModelRun) -> bool:
@@ -74,29 +58,30 @@ def _frees_stages(config: JobConfig | ModelRun) -> bool:
 
 
 class Choice(NamedTuple):
-    """One layout.
-
-    Attributes:
-        etp: 1, or the value of tp.
-        zero: ZeRO stage, 0 to 3.
-        micro: Sequences of a microbatch.
-        recompute: True if complete layers are recomputed.
-        parts: True if the modules PARTS of layers are recomputed.
-        vpp: Stages per rank.
-        instances: Optimizer instances, each sharded over its part of the data ranks; 1 keeps the configured number.
-    """
+    """One layout."""
 
     tp: int
     pp: int
     cp: int = 1
     ep: int = 1
-    etp: int = 1
-    zero: int = 0
-    micro: int = 1
-    recompute: bool = False
-    parts: bool = False
-    vpp: int = 1
-    instances: int = 1
+    etp: int = 1  # 1, or the value of tp
+    zero: int = 0  # ZeRO stage, 0 to 3
+    micro: int = 1  # sequences of a microbatch; 0 keeps the configured number
+    recompute: bool = False  # of complete layers
+    parts: bool = False  # recomputation of the modules PARTS of layers
+    vpp: int = 1  # stages per rank
+    instances: int = 1  # optimizer instances, each sharded over some data ranks; 1 keeps the configured number
+
+    @classmethod
+    def of(cls, config: JobConfig | ModelRun) -> Choice:
+        """Return the layout of a configuration, with its own microbatch."""
+        sizes = config if isinstance(config, ModelRun) else config.parallel
+        one = cls(sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.tp, vpp=sizes.vpp, micro=0)
+        if isinstance(config, ModelRun):
+            return one._replace(zero=config.zero, recompute=config.recompute)
+        again = config.model.recompute_granularity == "full"
+        etp = config.parallel.etp or one.tp
+        return one._replace(etp=etp, zero=STRATEGIES.index(config.ddp.strategy), recompute=again)
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -118,17 +103,9 @@ class Choice(NamedTuple):
 
 
 def choices(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[Choice, list[int]]]:
-    """Generate layouts with their possible microbatch sizes, without layouts that arithmetic excludes.
+    """Generate (layout, its microbatch sizes), without layouts that arithmetic excludes.
 
-    Sharding and recomputation are left to the caller.
-
-    Args:
-        model: Sizes of the model and the batch.
-        ranks: Number of ranks.
-        fixed: Sizes of axes, `dp` or `micro` that are kept.
-
-    Yields:
-        (layout, microbatch sizes that divide a data rank's share of the batch).
+    Sharding and recomputation are left to the caller. `fixed` are the sizes of axes, `dp` or `micro` that are kept.
     """
     for tp, pp, cp, dp in axes(model, ranks, fixed):
         if model.batch % dp:
@@ -204,104 +181,82 @@ def _model_with(config: ModelRun, choice: Choice) -> ModelRun:
         mode = mode if mode in OVER_CONTEXT else OVER_CONTEXT[0]
     elif choice.tp == 1 or mode not in OVER_TENSOR:
         mode = None
-    return config.in_layout(
-        tp=choice.tp,
-        pp=choice.pp,
-        cp=choice.cp,
-        ep=choice.ep,
-        zero=choice.zero,
-        sequence_parallel=mode,
-        micro_batch_size=choice.micro,
-        recompute=choice.recompute,
-        **_stages_of(choice, config.num_layers, is_free=_frees_stages(config)),
-    )
+    axes = {axis: getattr(choice, axis) for axis in ("tp", "pp", "cp", "ep", "zero", "recompute")}
+    stages = _stages_of(choice, config, config.num_layers)
+    micro = choice.micro or config.micro_batch_size
+    return config.in_layout(**axes, sequence_parallel=mode, micro_batch_size=micro, **stages)
 
 
-def _stages_of(choice: Choice, layers: int, *, is_free: bool) -> dict[str, Any]:
-    """Return the options of a pipeline. Configured options are kept: then `is_free` is False."""
+def _stages_of(choice: Choice, config: JobConfig | ModelRun, layers: int) -> dict[str, Any]:
+    """Return the options of a pipeline. A configured division into stages is kept."""
     if choice.pp == 1:
         return {"vpp": 1, "layers_per_stage": ()}
-    return {"vpp": choice.vpp, "layers_per_stage": uneven_stages(layers, choice.pp * choice.vpp)} if is_free else {}
+    if not _frees_stages(config):
+        return {}
+    return {"vpp": choice.vpp, "layers_per_stage": uneven_stages(layers, choice.pp * choice.vpp)}
 
 
 def _job_with(config: JobConfig, choice: Choice) -> JobConfig:
     """Apply a layout to the main job's configuration. Its schedule is kept if the layout has a pipeline."""
-    etp = choice.etp if config.model.num_experts is not None else None
-    parallel = replace(config.parallel, dp=None, tp=choice.tp, pp=choice.pp, cp=choice.cp, ep=choice.ep, etp=etp)
-    if choice.tp == 1:
-        parallel = replace(parallel, sequence_parallel=None)
-    parallel = replace(parallel, **_stages_of(choice, config.model.num_layers, is_free=_frees_stages(config)))
-    if choice.pp == 1:
-        parallel = replace(parallel, schedule=None)
+    model, ddp, has_experts = config.model, config.ddp, config.model.num_experts is not None
+    follows_tp = not has_experts or (config.parallel.etp is None and choice.etp == choice.tp)
+    parallel = replace(
+        config.parallel,
+        dp=None,
+        tp=choice.tp,
+        pp=choice.pp,
+        cp=choice.cp,
+        ep=choice.ep,
+        etp=None if follows_tp else choice.etp,
+        sequence_parallel=None if choice.tp == 1 else config.parallel.sequence_parallel,
+        schedule=None if choice.pp == 1 else config.parallel.schedule,
+        **_stages_of(choice, config, model.num_layers),
+    )
     ddp = replace(
-        config.ddp,
+        ddp,
         data_parallel_sharding_strategy=STRATEGIES[choice.zero],
         use_distributed_optimizer=choice.zero > 0,
-        overlap_param_gather=config.ddp.overlap_param_gather and choice.zero in (1, 2),
+        overlap_param_gather=ddp.overlap_param_gather and choice.zero in (1, 2),
     )
     if choice.instances > 1:
         ddp = replace(ddp, num_distributed_optimizer_instances=choice.instances)
-    model = config.model
     if choice.recompute or model.recompute_granularity == "full":
         model = replace(model, recompute_granularity="full" if choice.recompute else None)
     if choice.parts:
-        names = PARTS if model.num_experts is not None else PARTS[:2]
+        names = PARTS if has_experts else PARTS[:2]
         model = replace(model, recompute_granularity="selective", recompute_modules=names)
-    return replace(
-        config,
-        parallel=parallel,
-        ddp=ddp,
-        model=model,
-        run=replace(config.run, micro_batch_size=choice.micro),
-    )
+    run = replace(config.run, micro_batch_size=choice.micro or config.run.micro_batch_size)
+    return replace(config, parallel=parallel, ddp=ddp, model=model, run=run)
 
 
-def flags_of(config: JobConfig | ModelRun, choice: Choice) -> str:
+def flags_of(config: JobConfig | ModelRun, choice: Choice, *, complete: bool = True) -> str:
     """Return the options that change a configuration into a layout when they are added.
 
-    They are options of the main job, or of the plan of a Hugging Face model, including options that a layout resets.
+    If `complete` is True, sizes and sharding are among them even if they do not change.
     """
+    found: Any = with_choice(config, choice)
     if isinstance(config, ModelRun):
-        return _flags_of_model(config, _model_with(config, choice))
-    return _flags_of_job(config, _job_with(config, choice))
-
-
-def _flags_of_model(config: ModelRun, found: ModelRun) -> str:
-    given: dict[str, object] = {axis: getattr(found, axis) for axis in ("tp", "pp", "cp", "ep")}
-    given |= {"zero": found.zero, "micro-batch": found.micro_batch_size}
-    if (found.sequence_parallel, config.sequence_parallel) != (None, None):
-        given["sequence-parallel"] = found.sequence_parallel or NO_MODE
-    if found.vpp != config.vpp:
-        given["vpp"] = found.vpp
-    if found.layers_per_stage != config.layers_per_stage:
-        given["layers-per-stage"] = " ".join(map(str, found.layers_per_stage))
-    return " ".join([*(f"--{name} {value}" for name, value in given.items()), *["--recompute"] * found.recompute])
-
-
-def _flags_of_job(config: JobConfig, found: JobConfig) -> str:
-    parallel, ddp = found.parallel, found.ddp
-    has_experts = found.model.num_experts is not None
-    words = [f"--parallel.{axis} {getattr(parallel, axis)}" for axis in (AXES if has_experts else AXES[:3])]
-    words.append(f"--run.micro-batch-size {found.run.micro_batch_size}")
-    if not ddp.use_distributed_optimizer:
-        words.append("--ddp.no-use-distributed-optimizer")
-    elif not config.ddp.use_distributed_optimizer:
-        words.append("--ddp.use-distributed-optimizer")
-    words.append(f"--ddp.data-parallel-sharding-strategy {ddp.data_parallel_sharding_strategy}")
-    instances = ddp.num_distributed_optimizer_instances
-    if instances != config.ddp.num_distributed_optimizer_instances:
-        words.append(f"--ddp.num-distributed-optimizer-instances {instances}")
-    if not ddp.overlap_param_gather:
-        words.append("--ddp.no-overlap-param-gather")
-    granularity = found.model.recompute_granularity
-    if granularity != config.model.recompute_granularity:
-        words.append(f"--model.recompute-granularity {granularity}")
-    if found.model.recompute_modules != config.model.recompute_modules:
-        words.append(f"--model.recompute-modules {' '.join(found.model.recompute_modules)}")
-    for name in ("dp", "etp", "sequence_parallel", "vpp", "schedule"):
-        value = getattr(parallel, name)
-        if value != getattr(config.parallel, name) and name not in (AXES if has_experts else ()):
-            words.append(f"--parallel.{name.replace('_', '-')} {value}")
-    if parallel.layers_per_stage != config.parallel.layers_per_stage:
-        words.append(" ".join(["--parallel.layers-per-stage", *map(str, parallel.layers_per_stage)]))
+        names = [*AXES[:4], "zero", "sequence_parallel", "micro_batch_size", *["recompute"] * found.recompute]
+        always: Sequence[str] = names if complete else ()
+        options = {name: f"--{name.removesuffix('_size').replace('_', '-')}" for name in (*names, *STAGES)}
+        pairs = [(config.flags.get(option, option), name, config, found) for name, option in options.items()]
+    else:
+        always = (*SHARDING, *((*AXES[:4], "micro_batch_size") if complete else ()))
+        sections = ["parallel", "run", "model", *["ddp"] * (complete or found.ddp.strategy != config.ddp.strategy)]
+        pairs = [
+            (f"--{name}" if name in AXES[:4] else flag(section, name), name, getattr(config, section), new)
+            for section, new in ((name, getattr(found, name)) for name in sections)
+            for name in vars(new)
+        ]
+    words = []
+    for option, name, old, new in pairs:
+        value = getattr(new, name)
+        if value == getattr(old, name) and (name not in always or value is None):
+            continue
+        if value is None and isinstance(new, ModelRun):
+            value = NO_MODE
+        if isinstance(value, bool):
+            words.append(option if value else option.replace(".", ".no-"))
+        else:
+            words += [option, *map(str, value if isinstance(value, tuple) else [value])]
     return " ".join(words)

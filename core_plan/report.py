@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from core_plan.run_memory import RankMemory
 from core_plan.state_bytes import STATE_KINDS
 from core_plan.step_memory import ACTIVATIONS, STEP_KINDS
-from core_plan.step_time import StepTime
+from core_plan.step_time import SHARES, StepTime
 
 COMMUNICATORS = "communicators"
 KINDS = (*STATE_KINDS, COMMUNICATORS, *STEP_KINDS)
@@ -28,15 +28,11 @@ def shown(memories: Sequence[RankMemory]) -> list[RankMemory]:
     return [memories[place] for place in sorted({*wanted, most})]
 
 
-def memory_table(memories: Sequence[RankMemory], room: int | None, headroom: int = 0) -> str:
+def memory_table(memories: Sequence[RankMemory], room: int, headroom: int) -> str:
     """Format the bytes by kind at the highest point of a step, one column per rank.
 
-    Offloaded bytes come last and use no device memory: they are in files, or with a GPU on the host.
-
-    Args:
-        memories: Memory of the ranks.
-        room: Bytes that one rank may use; None if unknown.
-        headroom: Bytes kept free in addition.
+    Offloaded bytes come last and use no device memory: they are in files, or with a GPU on the host. A rank may use
+    `room` bytes, and `headroom` bytes more are kept free.
     """
     columns = shown(memories)
     head = [f"rank {memory.rank} (stage {', '.join(map(str, memory.stages))})" for memory in columns]
@@ -44,14 +40,11 @@ def memory_table(memories: Sequence[RankMemory], room: int | None, headroom: int
     for kind in KINDS:
         if any(memory.held.get(kind, 0) for memory in columns):
             rows.append((kind, [gib(memory.held.get(kind, 0)) for memory in columns]))
-            if any(memory.experts.get(kind, 0) for memory in columns):
-                rows.append(("  of experts", [gib(memory.experts.get(kind, 0)) for memory in columns]))
             rows += _rows_of_parts(columns) if kind == ACTIVATIONS else []
     rows.append(("highest", [gib(memory.peak) for memory in columns]))
     if headroom:
         rows.append(("headroom for the allocator", [gib(headroom)] * len(columns)))
-    if room is not None:
-        rows.append(("left", [gib(room - memory.peak) for memory in columns]))
+    rows.append(("left", [gib(room - memory.peak) for memory in columns]))
     for where, offloaded in (
         ("in files", [memory.files for memory in columns]),
         ("on the host", [memory.host for memory in columns]),
@@ -82,21 +75,13 @@ def _rows_of_parts(columns: Sequence[RankMemory]) -> list[tuple[str, list[str]]]
 
 def time_table(time: StepTime, ranks: int, *, on_cpu: bool) -> str:
     """Format the speed of a step and its seconds by kind. `ranks` is the number of ranks of the job."""
-    kinds = {
-        "forward and backward": time.compute,
-        "exchanges within layers": time.exchanges,
-        "bubble of the pipeline": time.bubble,
-        "waits for slower ranks": time.slower_ranks,
-        "gradients, not hidden": time.gradients,
-        "optimizer": time.optimizer,
-    }
     each = "rank" if on_cpu else "GPU"
     lines = [
         f"a step takes {time.seconds:.3g} s: {time.tokens_per_s:,.0f} tokens a second; each {each} "
         f"{time.tokens_per_s / ranks:,.0f} tokens a second, {time.flops_per_s / ranks / 1e12:.3g} TFLOP/s, "
         f"MFU {time.mfu:.1%}"
     ]
-    lines += [f"  {name:<24}{seconds:>10.3g} s" for name, seconds in kinds.items()]
+    lines += [f"  {words:<24}{getattr(time, name):>10.3g} s" for name, words in SHARES.items()]
     return "\n".join(lines)
 
 

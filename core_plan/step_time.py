@@ -29,22 +29,23 @@ from core_plan.step_figures import PartFigures
 from core_plan.time_line import TimedAction, pipeline_spans, shared_spans
 
 ATTENTION = "scaled_dot_product"  # in the names of attention's kernels
+# Parts of a step, by attribute of StepTime, and their names in a table.
+SHARES = {
+    "compute": "forward and backward",
+    "exchanges": "exchanges within layers",
+    "bubble": "bubble of the pipeline",
+    "slower_ranks": "waits for slower ranks",
+    "gradients": "gradients, not hidden",
+    "optimizer": "optimizer",
+}
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the slowest pipeline position. The first six add up to the step.
+    """Seconds of a step on the slowest pipeline position. The first six, SHARES, add up to the step.
 
-    Attributes:
-        compute: Forwards and backwards.
-        exchanges: Communication of activations, within layers and between stages.
-        bubble: Waiting while the pipeline fills and drains: the pipeline's time without the work of its busiest rank.
-        slower_ranks: Waiting because another rank of the pipeline has more work than this one.
-        gradients: Reductions and all-gathers that are not hidden, and the slowdown of arithmetic by hidden ones.
-        optimizer: The update.
-        flops_per_s: Operations per second of the model on all ranks; recomputation does not count.
-        communication: Communication by group and collective.
-        spans: Time line of the pipeline.
+    The bubble is the pipeline's time without the work of its busiest rank. `gradients` are reductions and all-gathers
+    that are not hidden, and the slowdown of arithmetic by hidden ones. Recomputation does not count in `flops_per_s`.
     """
 
     compute: float
@@ -55,14 +56,14 @@ class StepTime:
     optimizer: float
     tokens_per_s: float
     mfu: float
-    flops_per_s: float
+    flops_per_s: float  # of the model on all ranks
     communication: Sequence[Communication]
     spans: Sequence[TimedAction]
 
     @property
     def seconds(self) -> float:
         """Seconds of the complete step."""
-        return self.compute + self.exchanges + self.bubble + self.slower_ranks + self.gradients + self.optimizer
+        return float(sum(getattr(self, name) for name in SHARES))
 
 
 def work_seconds(work: Mapping[Work, int], device: Device) -> float:
@@ -113,14 +114,7 @@ def model_flops(parts: Sequence[PartFigures]) -> Counter[torch.dtype]:
 
 
 def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, device: Device) -> StepTime:
-    """Plan the time of a step.
-
-    Args:
-        run: The run.
-        memories: Memory of one rank of each pipeline position, in order.
-        parts: Figures of the parts of all stages.
-        device: The device of each rank.
-    """
+    """Plan the time of a step from the memory of one rank of each pipeline position, in order."""
     microbatches, num_stages = run.microbatches, run.layout.num_stages
     device = device.shared_by(run.grid.world_size)
     groups = [run.groups_of(memory.rank) for memory in memories]

@@ -10,10 +10,10 @@ import torch
 
 from core_plan import ModelRun, plan_run, read_device
 from core_plan.command import main
+from core_plan.gpt_source import run_of_job
 from core_plan.job.config_file import load_config
-from core_plan.job_run import run_of_job
 from core_plan.model_run import known_models
-from core_plan.suggestions import advice, single_model_suggestions, single_suggestions, suggestions_that_fit
+from core_plan.suggestions import advice, single_changes, suggestions_that_fit
 from tests.unit_tests.forked_python import run_python
 
 ROOT = Path(__file__).parents[3]
@@ -51,13 +51,13 @@ def test_what_would_fit_is_looked_for_on_all_axes() -> None:
     found = [words for words, _ in suggestions_that_fit(experts, 4, replace(device, memory_bytes=least), most=99)]
     assert "--ep 4" in found
     tuned = tune_config(["--model", "tiny:qwen3_moe", "--data", "none.jsonl", "--use_cpu"])
-    reported = [words for words, _, _ in single_model_suggestions(planned_tuning(tuned, 4), 4)]
+    reported = [words for words, _, _ in single_changes(planned_tuning(tuned, 4), 4, 8)]
     assert {"--ep 4", "--sp 4 --sp_mode all_to_all"} <= {*reported}
-    reported = [words for words, _, _ in single_model_suggestions(replace(experts, sequence_length=4096), 4)]
+    reported = [words for words, _, _ in single_changes(replace(experts, sequence_length=4096), 4, 1)]
     assert "--cp 4 --sequence-parallel all_to_all" in reported
     for batch, more in ((4, False), (64, True)):
         job = load_config(["--config", TINY[1], "--tp", "1", "--run.global-batch-size", str(batch)])
-        assert {"--cp 4", "--pp 4"} <= {words for words, _, _ in single_suggestions(job, 4)}
+        assert {"--cp 4", "--pp 4"} <= {words for words, _, _ in single_changes(job, 4, 1)}
         said = advice(job, plan_run(job, 4, replace(device, memory_bytes=1000)))
         assert said.startswith("no single change makes it fit; change several")
         assert ("more ranks" in said) is more
