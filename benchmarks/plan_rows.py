@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from core_plan.gpt_source import run_of_job
+from core_plan.hugging_face_source import run_of_model
 from core_plan.job.config import JobConfig
 from core_plan.job.config_file import load_config
-from core_plan.job_run import run_of_job
-from core_plan.model_run import ModelRun, run_of_model
+from core_plan.model_run import ModelRun
 from core_plan.run_memory import Run
 
 

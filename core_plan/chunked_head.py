@@ -20,16 +20,9 @@ from core_plan.planned_groups import PlannedGroups
 
 
 class ChunkedHead:
-    """The output layer of a model.
+    """The output layer of a model, whose output layer and loss it replaces.
 
-    Args:
-        model: Model whose output layer and loss are replaced.
-        logits_chunk: The option of `use_chunked_loss`.
-        groups: Process groups of the planned rank.
-        multiple: A rank's columns are padded to a multiple of this.
-
-    Attributes:
-        chunk: Tokens of a chunk in the last forward; 0 if the layer returned logits.
+    `chunk` is the number of tokens of a chunk in the last forward, or 0 if the layer returned logits.
     """
 
     def __init__(self, model: Any, logits_chunk: int | None, groups: PlannedGroups, multiple: int = 1) -> None:
@@ -56,12 +49,7 @@ class ChunkedHead:
         return self.inner.prepared(hidden) if self.chunk else self.inner.whole(hidden)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of the losses of this rank's tokens.
-
-        Args:
-            hidden: Output of `__call__`.
-            labels: Labels of all tokens.
-        """
+        """Return the sum of the losses of this rank's tokens, from the output of `__call__` and all labels."""
         target = F.pad(labels, (0, 1))[..., 1 : hidden.shape[-2] + 1]
         losses = chunked_cross_entropy(
             *(hidden, self.layer.weight, target, self.chunk),

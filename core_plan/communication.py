@@ -1,4 +1,4 @@
-"""Communication of a step: group, number of calls, bytes, and time."""
+"""Communication of a step: group, number of calls, bytes, time, and the communicators that it uses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
-from core.groups.rank_grid import GRID_KINDS, RankGrid, parse_tokens
+from core.groups.rank_grid import GRADIENT_KINDS, GRID_KINDS, RankGrid, parse_tokens
 from core_plan.device import Device, Link
 from core_plan.planned_groups import PlannedGroups
+from core_plan.run_memory import RankMemory, Run, StageParts
 from core_plan.step_figures import PartFigures
 
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -160,12 +161,9 @@ def gradient_communication(
     device: Device,
     microbatches: int,
 ) -> tuple[list[Communication], list[Communication]]:
-    """Return a step's gradient reductions and parameter all-gathers, bucket by bucket in the wrapper's layout.
+    """Return (a step's gradient reductions, its parameter all-gathers), bucket by bucket in the wrapper's layout.
 
     If ranks of a host map each other's buffers, sharded parameters are read in place, and nothing is copied.
-
-    Returns:
-        (reductions, all-gathers).
     """
     reductions: Counter[tuple[str, str, int]] = Counter()
     gathers: Counter[tuple[str, str, int]] = Counter()
@@ -228,3 +226,29 @@ def rule_communication(
             for axis in (*contract.partial_over, *contract.averaged_over):
                 counted[axis, "all_reduce", 2 * part_sent(kept, groups.size(axis))] += 1
     return _communication(counted, groups, device)
+
+
+def communicators(run: Run, memory: RankMemory, parts: StageParts) -> list[tuple[str, int]]:
+    """Return (groups that share it, number of ranks) of each communicator with several ranks that this rank uses.
+
+    Groups with equal ranks share a communicator; gradients have their own: Note [Gradient groups] in
+    core/groups/process_groups.py. Sharded parameters gathered by collectives have one more.
+    """
+    groups = run.groups_of(memory.rank)
+    names = [name for stage in memory.stages for part in parts[stage] for row in part.sent.values() for name, _ in row]
+    names += ["pp"]
+    for plan in memory.plans:
+        for layout in plan.layout.buffers:
+            names += filter(None, shard_and_replica(layout.key.data_group, run.ddp))
+        for contract in plan.contracts.values():
+            names += [*contract.partial_over, *contract.averaged_over, *["embd"] * contract.crosses_stages]
+    found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    for name in dict.fromkeys(names):
+        if groups.size(name) > 1:
+            found.setdefault((tuple(groups.ranks(name)), name in GRADIENT_KINDS), []).append(name)
+    shared = [("/".join(kinds), len(ranks)) for (ranks, _), kinds in found.items()]
+    if not run.ddp.shards_parameters or (run.on_cpu and run.one_host and run.ddp.share_host_memory):
+        return shared
+    layouts = (layout for plan in memory.plans for layout in (*plan.layout.buffers, *plan.frozen_layout.buffers))
+    gathered = dict.fromkeys(shard_and_replica(layout.key.data_group, run.ddp)[0] for layout in layouts)
+    return shared + [(f"gathers over {name}", groups.size(name)) for name in gathered if groups.size(name) > 1]

@@ -84,18 +84,9 @@ def refuse_what_cannot_fit(config: JobConfig | ModelRun, options: RunOptions, ra
 def dry_run(
     config: JobConfig | ModelRun, options: RunOptions, ranks: int, ranks_here: int, device: str | None, *, says: bool
 ) -> int:
-    """Print the plan of a job.
+    """Print the plan of a job on a device, or on this machine, and return the exit status: 0 if it fits, 1 if not.
 
-    Args:
-        config: The job.
-        options: Options of the run.
-        ranks: Number of ranks of the job.
-        ranks_here: Number of ranks on this machine.
-        device: A device in the form of `plan_run`; None for this machine.
-        says: True on the one rank that prints.
-
-    Returns:
-        The exit status: 0 if it fits, 1 if not.
+    `says` is True on the one rank that prints.
     """
     plan = plan_run(config, ranks, this_machine(options, ranks_here) if device is None else device)
     if says:

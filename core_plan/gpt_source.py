@@ -15,23 +15,22 @@ from core.pipeline_parallel import PipelineLayout, build_gpt_stages, gpt_activat
 from core.transformer.rotary import RotaryEmbedding
 from core.transformer.transformer_config import TransformerConfig
 from core_plan.fake_collectives import fake_collectives
+from core_plan.job.config import JobConfig
+from core_plan.job.model_config import ddp_config, optimizer_config, transformer_config
+from core_plan.job.plan import BYTES, plan_job
+from core_plan.job.sizes import check_ranks, check_vocabulary
 from core_plan.live_memory import AFTER, BEFORE
 from core_plan.planned_groups import PlannedGroups
-from core_plan.state_bytes import is_tagged
+from core_plan.run_memory import Run
 from core_plan.step_figures import PartFigures, layers_in_words, watch_step
 from core_plan.without_values import WithoutValues
 
 
 class LayerKind(NamedTuple):
-    """Layers of equal cost.
+    """Layers of equal cost."""
 
-    Attributes:
-        number: Number of the first such layer.
-        recomputed: True if the layer or parts of it are recomputed.
-    """
-
-    number: int
-    recomputed: bool
+    number: int  # of the first such layer
+    recomputed: bool  # completely or in parts
 
 
 # Names in recompute_modules that only one kind of layer has.
@@ -54,19 +53,10 @@ class GptSource:
     micro_batch_size: int
     sequence_length: int
 
-    @property
-    def is_tied(self) -> bool:
-        """True if the head shares the embedding's weight."""
-        return self.config.share_embeddings_and_output_weights
-
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """Build the stages of the planned rank on the meta device, as a job builds them."""
         with torch.device("meta"):
             return build_gpt_stages(replace(self.config, perform_initialization=False), layout, groups)
-
-    def is_expert(self, name: str, param: nn.Parameter) -> bool:
-        """Return True for a parameter of experts."""
-        return is_tagged(name, param)
 
     def sent_bytes(self) -> int:
         """Return the bytes that one stage sends to the next for a microbatch."""
@@ -145,3 +135,29 @@ class GptSource:
             AFTER: figures[AFTER],
             **{kind: figures[str(place)] for place, kind in enumerate(kinds)},
         }
+
+
+def run_of_job(config: JobConfig, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
+    """Create the run of a configuration on `world_size` ranks.
+
+    Raises:
+        ConfigError: If it cannot be built. The text has the arithmetic.
+    """
+    plan = plan_job(config, world_size)
+    tokens = {"bytes": BYTES, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer, 1)
+    vocabulary = check_vocabulary(tokens, config.model, config.parallel.tp)
+    model = transformer_config(config, vocabulary)
+    if plan.layout.chunks > 1:
+        model = replace(model, virtual_pipeline_model_parallel_size=plan.layout.chunks)
+    return Run(
+        GptSource(model, plan.micro_batch_size, config.model.sequence_length),
+        check_ranks(config.parallel, world_size),
+        plan.layout,
+        config.parallel.schedule_name,
+        plan.num_microbatches,
+        plan.tokens_per_step,
+        ddp_config(config),
+        optimizer_config(config.optimizer, config.model.dtype),
+        on_cpu,
+        one_host,
+    )

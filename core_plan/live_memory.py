@@ -45,16 +45,12 @@ class Phase(NamedTuple):
 class Work(NamedTuple):
     """Work of one operator.
 
-    Attributes:
-        flops: Floating-point operations.
-        nbytes: Bytes read and written.
-        dtype: For a product or attention, the argument dtype with the fewest bits, EIGHT_BITS for an 8-bit product. For
-            other operators, the dtype of the first result.
-        name: Name of the operator.
+    The dtype of a product or attention is the argument dtype with the fewest bits, EIGHT_BITS for an 8-bit product. For
+    other operators it is the dtype of the first result.
     """
 
     flops: int
-    nbytes: int
+    nbytes: int  # read and written
     dtype: torch.dtype
     name: str = ""
 
@@ -103,15 +99,10 @@ class LiveMemory(TorchDispatchMode):
     """Mode that tracks every storage created by an operator until it is freed.
 
     Tensors with values are tracked while the mode is active, tensors without values inside `WithoutValues.followed_by`.
-
-    Args:
-        known: Existing tensors, whose memory is not counted.
-
-    Attributes:
-        times: Multiplier of each recorded operator.
+    The memory of `known` tensors is not counted.
     """
 
-    times: ClassVar[int] = 1
+    times: ClassVar[int] = 1  # multiplier of each recorded operator
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()

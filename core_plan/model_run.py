@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import nn
+
 from core.extras import require_installed
+from core.hugging_face import Plan, PlanError
+from core.hugging_face.cut import parts as cut_parts
+from core.hugging_face.cut.places import list_of_layers
 from core.hugging_face.read.directory import MOST_LAYERS, read_configuration
 from core.hugging_face.read.tiny import tiny_of_bytes
-from core.hugging_face.run.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
-from core.pipeline_parallel.schedules import plan_pipeline
+from core.hugging_face.read.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
+from core_plan.chunked_head import ChunkedHead
 from core_plan.config_notes import config_notes
-from core_plan.hugging_face_source import (
-    HuggingFaceSource,
-    MetaModel,
-    MetaModels,
-    as_config_error,
-    full_model,
-)
-from core_plan.job.config import OptimizerOptions, ParallelOptions
+from core_plan.job.config import OptimizerOptions
 from core_plan.job.errors import ConfigError
 from core_plan.job.hub import how_to_download
-from core_plan.job.model_config import DTYPES, optimizer_config, zero_config
-from core_plan.job.plan import share_batch
-from core_plan.job.sizes import check_ranks
-from core_plan.run_memory import Run
+from core_plan.job.model_config import DTYPES
+from core_plan.planned_groups import PlannedGroups
 
+NUMBERS = {"layer_idx", "layer_id", "layer_number"}  # attributes of a layer's modules that distinguish equal layers
 TINY = "tiny:"
 MOST = 8 * 4  # bytes of each number in the rule of thumb
 MODELS = Path(__file__).parent / "models"  # published models by common name: .json, or .toml of the job
@@ -38,6 +38,103 @@ MODELS = Path(__file__).parent / "models"  # published models by common name: .j
 def known_models() -> list[str]:
     """Return the names of published models whose shapes are in the package."""
     return sorted(path.stem for path in MODELS.iterdir())
+
+
+@contextmanager
+def as_config_error(what: str, but: type[Exception] = ConfigError) -> Iterator[None]:
+    """Convert any error of transformers inside, except `but`, to a ConfigError with `what` and the first line."""
+    try:
+        yield
+    except but:
+        raise
+    except Exception as error:  # type checks, torch's shape errors, a division by zero heads: no common class
+        raise ConfigError(f"{what}: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's first line, extended if it ends with a colon, and its type if that is informative."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    count = next((n for n, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    words = " ".join(lines[:count])
+    if isinstance(error, KeyError):
+        return f"it does not know {words}"
+    speaks = count > 1 or (count == 1 and isinstance(error, (ValueError, OSError, ImportError)))
+    return words if speaks else f"{type(error).__name__}: {words}"
+
+
+def _signature(layer: nn.Module) -> Any:
+    """Return a key that is equal for layers of equal cost: modules, their numbers and strings, parameter shapes."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, (int, float, str, type(None))) and key not in NUMBERS
+            ),
+            tuple((leaf, parameter.shape) for leaf, parameter in module.named_parameters(recurse=False)),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+class MetaModel:
+    """A causal model without memory. `recompute` is True if each layer is recomputed in backward."""
+
+    def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
+        self.configuration = copy.deepcopy(configuration)
+        self.plans: dict[tuple[int, ...], Plan | str] = {}  # key: group sizes; the error text if there is no plan
+        # Split models with some of the layers, these layers, their heads, and the groups that count their traffic.
+        # Sources that share this model differ only in the options of the key.
+        self.split: dict[tuple[Any, ...], tuple[Any, list[Any], ChunkedHead, PlannedGroups]] = {}
+        auto = transformers_package().AutoModelForCausalLM
+        name = getattr(configuration, "name_or_path", "") or configuration.model_type
+        with as_config_error(f"{name}: transformers makes no model of it"), torch.device("meta"):
+            self.model = auto.from_config(self.configuration, dtype=dtype)
+        self.model.config.use_cache = False
+        if recompute:
+            with as_config_error(f"{name}: transformers does not run its layers again"):
+                checkpoint_each_layer(self.model)
+        self.model.train()
+
+    @cached_property
+    def layers(self) -> str:
+        """Name of the list of layers."""
+        return list_of_layers(self.model, f"{self.configuration.model_type}: a plan needs a model with")
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each layer, the number of the first equal layer."""
+        kinds = getattr(self.configuration.get_text_config(), "layer_types", None)
+        first: dict[Any, int] = {}
+        return [
+            first.setdefault((_signature(layer), kinds[number] if kinds else None), number)
+            for number, layer in enumerate(self.model.get_submodule(self.layers))
+        ]
+
+    def plan(self, groups: PlannedGroups) -> Plan:
+        """Plan the model's split over groups. Raises PlanError if the family does not support it."""
+        sizes = tuple(groups.size(name) for name in ("tp", "ep", "expt_tp"))
+        if sizes not in self.plans:
+            try:
+                self.plans[sizes] = cut_parts.prepare(self.model, None, groups)
+            except PlanError as error:
+                self.plans[sizes] = str(error)
+        found = self.plans[sizes]
+        if isinstance(found, str):
+            raise PlanError(found)
+        return found
+
+    @cached_property
+    def experts(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of experts' parameters, if they can be distributed over ranks."""
+        return {name: shape for held in read_experts(self.model).values() for name, shape in held.items()}
+
+    @property
+    def num_experts(self) -> int | None:
+        """Experts of a layer, if they can be distributed over ranks; None for a model without such experts."""
+        return next(iter(self.experts.values()))[0] if self.experts else None
 
 
 @dataclass(frozen=True)
@@ -143,17 +240,29 @@ class ModelRun:
     @property
     def num_layers(self) -> int:
         """Number of layers in the configuration."""
-        return int(self.configuration.get_text_config().num_hidden_layers)
+        return int(self.text.num_hidden_layers)
 
     @cached_property
-    def made(self) -> MetaModels:
-        """Models without memory, shared by plans of this run."""
+    def made(self) -> dict[tuple[str, bool], MetaModel]:
+        """Models without memory, by dtype and recomputation, shared by plans of this run."""
         return {}
 
     @property
+    def text(self) -> Any:
+        """Configuration of the text model."""
+        return self.configuration.get_text_config()
+
+    def meta_model(self, recompute: bool) -> MetaModel:
+        """Return the complete model without memory. It is made once."""
+        key = self.dtype, recompute
+        if key not in self.made:
+            self.made[key] = MetaModel(self.configuration, DTYPES[self.dtype], recompute)
+        return self.made[key]
+
+    @property
     def whole(self) -> MetaModel:
-        """The complete model without memory."""
-        return full_model(self.made, self.configuration, DTYPES[self.dtype], False)
+        """The complete model without memory and recomputation."""
+        return self.meta_model(False)
 
     @property
     def most_bytes(self) -> int:
@@ -166,7 +275,7 @@ class ModelRun:
             shapes = [param.shape for param in self.whole.model.parameters()]
         except (ValueError, RuntimeError):
             return 0
-        text = self.configuration.get_text_config()
+        text = self.text
         scores = text.num_hidden_layers * getattr(text, "num_attention_heads", 1) * self.sequence_length
         width = sum(2 * max(shape) + sum(shape) for shape in shapes) + scores + 2 * text.vocab_size
         tokens = (self.micro_batch_size or self.global_batch_size) * self.sequence_length
@@ -177,77 +286,3 @@ class ModelRun:
         found = replace(self, **options)
         vars(found).update(configuration=self.configuration, notes=self.notes, made=self.made)
         return found
-
-
-def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
-    """Create the run of a Hugging Face model on `world_size` ranks.
-
-    Raises:
-        ConfigError: If it cannot be built. The text has the arithmetic.
-    """
-    parallel = ParallelOptions(
-        tp=config.tp, pp=config.pp, cp=config.cp, ep=config.ep, vpp=config.vpp, layers_per_stage=config.layers_per_stage
-    )
-    schedule = parallel.schedule_name
-    grid = check_ranks(parallel, world_size)
-    text, num_layers = config.configuration.get_text_config(), config.num_layers
-    try:
-        layout = plan_pipeline(
-            num_layers,
-            config.pp,
-            schedule=schedule,
-            chunks=config.vpp if config.vpp > 1 else None,
-            layers_per_stage=config.layers_per_stage or None,
-        )
-    except ValueError as error:
-        words = str(error).replace("layers_per_stage=", "--layers-per-stage ")
-        raise ConfigError(f"--pp {config.pp}: {words}") from error
-    micro, count = share_batch(grid, parallel, layout, config.global_batch_size, config.micro_batch_size)
-    _check_lengths(config, text)
-    source = HuggingFaceSource(
-        config.configuration,
-        DTYPES[config.dtype],
-        micro,
-        config.sequence_length,
-        layout,
-        config.tp,
-        config.sequence_parallel,
-        config.recompute,
-        config.documents,
-        adapters=config.adapters,
-        logits_chunk=config.logits_chunk,
-        vocabulary_multiple=config.make_vocab_size_divisible_by,
-        use_fp8=config.use_fp8,
-        made=config.made,
-    )
-    tokens = config.global_batch_size * config.sequence_length
-    ddp, optimizer = zero_config(config.zero), optimizer_config(config.optimizer, config.dtype)
-    if config.offload:
-        optimizer = replace(optimizer, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
-    return Run(source, grid, layout, schedule, count, tokens, ddp, optimizer, on_cpu, one_host, notes=config.notes)
-
-
-def _check_lengths(config: ModelRun, text: Any) -> None:
-    if config.zero not in range(4):
-        raise ConfigError(f"--zero is {config.zero}; expected 0 to 3")
-    if config.sequence_parallel not in (None, *MODES):
-        raise ConfigError(f"--sequence-parallel is {config.sequence_parallel!r}; expected one of {', '.join(MODES)}")
-    for modes, axis, size in ((OVER_TENSOR, "tp", config.tp), (OVER_CONTEXT, "cp", config.cp)):
-        if config.sequence_parallel in modes and size == 1:
-            raise ConfigError(
-                f"--sequence-parallel {config.sequence_parallel} cuts the sequence over --{axis}, which is 1; give "
-                f"--{axis} 2 or more"
-            )
-    if config.cp > 1 and config.sequence_parallel not in OVER_CONTEXT:
-        words = " or ".join(OVER_CONTEXT)
-        raise ConfigError(f"--cp {config.cp} cuts the sequence by --sequence-parallel {words}; give one of these")
-    if config.use_fp8 and config.dtype != "bfloat16":
-        raise ConfigError(f"--use-fp8 gives products in bf16, and --dtype is {config.dtype}; give --dtype bfloat16")
-    if config.use_fp8 and config.tp * config.pp * config.cp > 1:
-        raise ConfigError(
-            f"--use-fp8 supports unsplit linear layers only, got tp {config.tp} x pp {config.pp} x cp {config.cp}; set "
-            "these sizes to 1, or leave --use-fp8 out"
-        )
-    longest = getattr(text, "max_position_embeddings", None)
-    if isinstance(longest, int) and longest > 0 and config.sequence_length > longest:
-        raise ConfigError(f"--seq {config.sequence_length} is longer than the model's positions, {longest}")

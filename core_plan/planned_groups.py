@@ -35,20 +35,12 @@ class NoWork:
 
 
 class Ledger:
-    """Record of the traffic of a planned rank.
-
-    Args:
-        over_gloo: True for ranks on CPU.
-
-    Attributes:
-        during: The caller's label for the running part, stored with each entry.
-        sent: [calls, bytes] by entry.
-    """
+    """Record of the traffic of a planned rank. `over_gloo` is True for ranks on CPU."""
 
     def __init__(self, *, over_gloo: bool) -> None:
         self.over_gloo = over_gloo
-        self.during = ""
-        self.sent: defaultdict[Sent, list[int]] = defaultdict(lambda: [0, 0])
+        self.during = ""  # the caller's label for the running part
+        self.sent: defaultdict[Sent, list[int]] = defaultdict(lambda: [0, 0])  # [calls, bytes]
 
 
 class Sent(NamedTuple):
@@ -130,17 +122,11 @@ class PlannedGroup:
 
 
 class PlannedGroups(ProcessGroups):
-    """All process groups of one rank of a grid.
-
-    Attributes:
-        grid: The grid of ranks.
-        ledger: Record of their traffic.
-        links: Known slowest link of each kind of group, by its name and the ranks per machine.
-        machines: Number of machines of each kind, by the same key.
-    """
+    """All process groups of one rank of a grid, with the record of their traffic."""
 
     grid: RankGrid
     ledger: Ledger
+    # Known slowest link and number of machines of each kind of group, by its name and the ranks per machine.
     links: dict[tuple[str, int], str]
     machines: dict[tuple[str, int], int]
 

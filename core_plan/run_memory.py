@@ -17,7 +17,7 @@ from core.pipeline_parallel.schedules import arrivals, find_schedule
 from core.watch.collector_pause import collector_paused
 from core_plan.planned_groups import PlannedGroups, planned_groups
 from core_plan.schedule_order import actions_of_ranks
-from core_plan.state_bytes import TierBytes, UserOptimizer, full_gradients, state_bytes
+from core_plan.state_bytes import TierBytes, full_gradients, state_bytes
 from core_plan.step_figures import PartFigures
 from core_plan.step_memory import HighPoint, Saved, StageFigures, memory_along
 
@@ -35,15 +35,8 @@ class Source(Protocol):
     def config(self) -> Any:
         """The model's configuration, for contracts; None for a model without one."""
 
-    @property
-    def is_tied(self) -> bool:
-        """True if the head shares the embedding's weight."""
-
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """Build the stages of the planned rank on the meta device."""
-
-    def is_expert(self, name: str, param: nn.Parameter) -> bool:
-        """Return True for a parameter of experts, by its name in its stage."""
 
     def sent_bytes(self) -> int:
         """Return the bytes that one stage sends to the next for a microbatch."""
@@ -65,17 +58,10 @@ class Run:
     """Everything that determines the cost of a run.
 
     Attributes:
-        source: The model.
-        grid: The grid of ranks.
-        layout: Layout of the pipeline.
-        schedule: Name of the pipeline schedule.
         microbatches: Microbatches per rank and step.
         tokens_per_step: Tokens of a step on all ranks.
-        ddp: Configuration of the wrapper.
-        optimizer: Configuration of the optimizer.
         on_cpu: True for ranks on CPU.
         one_host: True if ranks on CPU are processes of one machine.
-        user_optimizer: Creates the torch optimizer that steps the wrapper's master weights; None uses `optimizer`.
         notes: Sentences about settings that the plan does not follow.
     """
 
@@ -89,7 +75,6 @@ class Run:
     optimizer: OptimizerConfig
     on_cpu: bool = False
     one_host: bool = True
-    user_optimizer: UserOptimizer | None = None
     notes: Sequence[str] = ()
 
     @property
@@ -125,7 +110,6 @@ class RankMemory:
         plans: The wrapper's plan of each of its chunks.
         files: Offloaded bytes by kind, in files.
         host: Offloaded bytes by kind, in host memory, with a GPU.
-        experts: Bytes of `state` that belong to experts, without padding.
         parts: Figures of the parts of its stages.
     """
 
@@ -136,7 +120,6 @@ class RankMemory:
     plans: Sequence[ModelPlan] = field(default=(), repr=False)
     files: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
-    experts: Mapping[str, int] = field(default_factory=dict)
     parts: StageParts = field(default_factory=dict, repr=False)
 
     @property
@@ -173,9 +156,7 @@ def wrapped_plans(run: Run, groups: PlannedGroups) -> list[tuple[nn.Module, Mode
 def parts_of_stages(run: Run, known: dict[Any, PartFigures] | None = None) -> dict[int, list[PartFigures]]:
     """Return the figures of the parts of each pipeline stage. Sent activations are freed when they have arrived.
 
-    Args:
-        run: The run.
-        known: Figures of some parts for this run's microbatch, which are not measured again. New ones are added.
+    `known` are figures of some parts for this run's microbatch, which are not measured again. New ones are added.
     """
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
     known = {} if known is None else known
@@ -203,8 +184,7 @@ def plan_memory(
         run: The run.
         ranks: Ranks to plan; None is one rank of each pipeline position.
         parts: Result of `parts_of_stages`; None computes it.
-        wrapped: Wrapped stages and their state, of a run that differs only in microbatches and recomputation. They are
-            not built again, and new ones are added.
+        wrapped: Stages of runs that differ only in microbatches and recomputation. New ones are added.
     """
     ranks = run.first_ranks() if ranks is None else ranks
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
@@ -226,8 +206,6 @@ def plan_memory(
                 *(chunks, run.ddp, run.optimizer, groups),
                 on_cpu=run.on_cpu,
                 one_host=run.one_host,
-                user=run.user_optimizer,
-                is_expert=run.source.is_expert,
             )
             wrapped[alike] = chunks, state
         chunks, state = wrapped[alike]
@@ -243,7 +221,7 @@ def plan_memory(
             returns={stage for stage in stages if stage and run.layout.sends(stage - 1)},
             ahead=int(kind.many_chunks and run.layout.pp > 1),  # torch's tables post the next one
         )
-        more: dict[str, Any] = {"files" if run.on_cpu else "host": state.offloaded, "experts": state.experts}
+        more: dict[str, Any] = {"files" if run.on_cpu else "host": state.offloaded}
         more["parts"] = {stage: parts[stage] for stage in stages}
         found.append(RankMemory(rank, stages, state.device, moments, [plan for _, plan in chunks], **more))
     return found

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from core.distributed.layout.model_plan import dtype_name
-from core_plan.communicators import communicators, in_words
+from core_plan.communication import communicators
 from core_plan.device import Device, read_device
+from core_plan.gpt_source import run_of_job
+from core_plan.hugging_face_source import run_of_model
 from core_plan.job.config import JobConfig
 from core_plan.job.config_file import load_config
 from core_plan.job.errors import ConfigError
-from core_plan.job_run import run_of_job
 from core_plan.live_memory import EIGHT_BITS
-from core_plan.model_run import ModelRun, run_of_model
+from core_plan.model_run import ModelRun
 from core_plan.report import COMMUNICATORS, gib, memory_table, time_table, traffic_table
 from core_plan.run_memory import RankMemory, Run, StageParts, Wrapped, parts_of_stages, plan_memory
 from core_plan.step_figures import PartFigures
-from core_plan.step_time import StepTime, plan_time
+from core_plan.step_time import SHARES, StepTime, plan_time
 
 OFFLOADING_TAKES_NO_TIME = (
     "the time that offloading takes is not in it: a device file has no speed of a disk, of a host's "
@@ -42,12 +43,12 @@ class RunPlan:
     run: Run
     device: Device
     memories: list[RankMemory]
-    parts: StageParts = field(default_factory=dict, repr=False)
+    parts: StageParts = field(repr=False)
 
     @cached_property
     def time(self) -> StepTime:
         """Time of a step on the slowest rank."""
-        return plan_time(self.run, self.memories, self.parts or parts_of_stages(self.run), self.device)
+        return plan_time(self.run, self.memories, self.parts, self.device)
 
     @property
     def room(self) -> int:
@@ -72,9 +73,14 @@ class RunPlan:
     @property
     def not_counted(self) -> str:
         """Text about the fullest rank's communicators, if the device file does not have their memory."""
-        if self.device.communicator_bytes is not None or not self.parts:
+        found = communicators(self.run, self.fullest, self.parts)
+        if self.device.communicator_bytes is not None or not found:
             return ""
-        return in_words(communicators(self.run, self.fullest, self.parts), on_cpu=self.run.on_cpu)
+        each = ", ".join(f"{names} of {ranks} ranks" for names, ranks in found)
+        return (
+            f"not counted: {'gloo' if self.run.on_cpu else 'NCCL'}'s memory of {len(found)} "
+            f"communicator{'s' * (len(found) > 1)} ({each}); a device file of calibrate has it"
+        )
 
     @property
     def parameters(self) -> int:
@@ -107,8 +113,13 @@ class RunPlan:
         """
         ranks = self.run.grid.world_size
         found: dict[str, Any] = {
-            **{"parameters": self.parameters, "layout": self.layout, "device": self.device.name, "ranks": ranks},
-            **{"fits": self.fits, "room_bytes": self.room, "headroom_bytes": self.headroom},
+            "parameters": self.parameters,
+            "layout": self.layout,
+            "device": self.device.name,
+            "ranks": ranks,
+            "fits": self.fits,
+            "room_bytes": self.room,
+            "headroom_bytes": self.headroom,
             "peak_bytes": self.fullest.peak,
             "positions": [
                 {"rank": memory.rank, "stages": memory.stages, "peak_bytes": memory.peak, "bytes": memory.held}
@@ -117,8 +128,7 @@ class RunPlan:
         }
         if self.device.has_figures:
             time = self.time
-            parts = ("compute", "exchanges", "bubble", "slower_ranks", "gradients", "optimizer")
-            kinds = ("seconds", *parts, "tokens_per_s", "mfu")
+            kinds = ("seconds", *SHARES, "tokens_per_s", "mfu")
             each = {"tokens_per_s_each": time.tokens_per_s / ranks, "flops_per_s_each": time.flops_per_s / ranks}
             found["step"] = {**{kind: getattr(time, kind) for kind in kinds}, **each}
         return found
@@ -201,7 +211,7 @@ def plan_run(config: JobConfig | ModelRun | Path | str, ranks: int, device: str 
 def plan_of(
     run: Run, device: Device, figures: dict[Any, PartFigures] | None = None, wrapped: Wrapped | None = None
 ) -> RunPlan:
-    """Plan a run. `figures` and `wrapped` are what it shares with other runs, see `parts_of_stages`, `plan_memory`."""
+    """Plan a run. Other runs may share `figures` and `wrapped`, see `parts_of_stages` and `plan_memory`."""
     parts = parts_of_stages(run, figures)
     memories = plan_memory(run, parts=parts, wrapped=wrapped)
     if device.communicator_bytes is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,15 +24,13 @@ from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.layout.places import Places, Where, places_of
 from core.distributed.sharded.eviction import WINDOW
 from core.groups.global_names import namer
-from core.groups.param_attributes import data_group_of
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import DATA_KINDS
 from core.optimizer import OptimizerConfig
-from core.optimizer.adopted_optimizer import AdoptedGroups, twin_of
 from core.optimizer.algorithms.names import update_scope
 from core.optimizer.groups.offload import GroupOf, buckets_on_host
 from core.optimizer.groups.param_groups import ParamGroups
-from core.optimizer.masters.master_weights import BucketMasters, is_per_element
+from core.optimizer.masters.master_weights import BucketMasters
 from core.optimizer.masters.memory import moments_of, scratch_bytes
 from core.optimizer.masters.scratch import kept_dtype, scratch_numel
 from core_plan.job.errors import ConfigError
@@ -41,10 +39,6 @@ from core_plan.job.errors import ConfigError
 PARAMETERS, GRADIENTS, POOL, GATHERED = "parameters", "gradients", "pools of whole buckets", "gathered parameters"
 MASTERS, MOMENTS, SCRATCH = "master weights", "moments", "scratch of the optimizer"
 STATE_KINDS = (PARAMETERS, GRADIENTS, POOL, GATHERED, MASTERS, MOMENTS, SCRATCH)
-
-
-# Creates a user's torch optimizer for the parameters of modules.
-UserOptimizer = Callable[[Sequence[nn.Module]], torch.optim.Optimizer]
 
 
 class PlannedMemory(NamedTuple):
@@ -67,32 +61,15 @@ class PlannedBucket:
     steps_apart: bool  # True if exactly one of parameters and optimizer state is on the host
 
 
-# True for a parameter of experts, by its name in its chunk.
-IsExpert = Callable[[str, nn.Parameter], bool]
-
-
 class TierBytes(NamedTuple):
-    """Bytes by kind on each tier.
-
-    Attributes:
-        device: Bytes on the device.
-        offloaded: Bytes offloaded to files, or with a GPU to the host.
-        experts: Bytes on the device that belong to experts, without padding.
-    """
+    """Bytes by kind on each tier."""
 
     device: Counter[str]
-    offloaded: Counter[str]
-    experts: Counter[str]
+    offloaded: Counter[str]  # to files, or with a GPU to the host
 
-    def add(self, kind: str, nbytes: int, of_experts: int = 0, *, offloaded: bool = False) -> None:
+    def add(self, kind: str, nbytes: int, *, offloaded: bool = False) -> None:
         """Count some bytes."""
         (self.offloaded if offloaded else self.device)[kind] += nbytes
-        self.experts[kind] += 0 if offloaded else of_experts
-
-
-def is_tagged(name: str, param: nn.Parameter) -> bool:
-    """Return True for a parameter that is marked as an expert's."""
-    return data_group_of(param) != DATA_KINDS[0]
 
 
 def state_bytes(
@@ -103,8 +80,6 @@ def state_bytes(
     *,
     on_cpu: bool,
     one_host: bool,
-    user: UserOptimizer | None = None,
-    is_expert: IsExpert = is_tagged,
 ) -> TierBytes:
     """Count the bytes by kind of a rank between steps, for all its chunks together.
 
@@ -115,20 +90,15 @@ def state_bytes(
         groups: Process groups of the rank.
         on_cpu: True for ranks on CPU.
         one_host: True if ranks on CPU map each other's buffers, so that an all-gather of parameters copies nothing.
-        user: Creates a user's optimizer that steps the master weights; None uses `optimizer_config`.
-        is_expert: Returns True for a parameter of experts.
-
-    Raises:
-        ConfigError: If a placement cannot be planned.
     """
-    found = TierBytes(Counter(), Counter(), Counter())
+    found = TierBytes(Counter(), Counter())
     _check_placement(ddp_config, on_cpu=on_cpu)
     for _, plan in chunks:
         places = places_of(plan, ddp_config)
-        _add_buffers(found, plan, ddp_config, groups, places, is_expert)
+        _add_buffers(found, plan, ddp_config, groups, places)
         mapped = on_cpu and one_host and ddp_config.share_host_memory
         found.add(GATHERED, _gathered_bytes(plan, ddp_config, places, mapped=mapped, on_cpu=on_cpu))
-    _add_optimizer(found, chunks, ddp_config, optimizer_config, groups, user, is_expert, on_cpu=on_cpu)
+    _add_optimizer(found, chunks, ddp_config, optimizer_config, groups, on_cpu=on_cpu)
     return found
 
 
@@ -154,21 +124,14 @@ def _add_buffers(
     ddp_config: DistributedDataParallelConfig,
     groups: ProcessGroups,
     places: Places,
-    is_expert: IsExpert,
 ) -> None:
     """Count parameters and gradients, full or sharded by the strategy, on the tiers of the placement."""
     residency = ddp_config.residency
-    experts = {name for name, param in plan.named.items() if is_expert(name, param)}
 
     def count(kind: str, layout: BufferLayout, bucket: BucketLayout, itemsize: int, cut: bool, offloaded: bool) -> None:
         rank = groups.rank(shard_and_replica(layout.key.data_group, ddp_config)[0])
-        kept = bucket.shard_of(rank) if cut else (0, bucket.numel)
-        of_experts = sum(
-            max(0, min(slot.end - bucket.start, kept[1]) - max(slot.start - bucket.start, kept[0]))
-            for slot in (bucket.slots if experts else ())
-            if slot.name in experts
-        )
-        found.add(kind, (kept[1] - kept[0]) * itemsize, of_experts * itemsize, offloaded=offloaded)
+        begin, end = bucket.shard_of(rank) if cut else (0, bucket.numel)
+        found.add(kind, (end - begin) * itemsize, offloaded=offloaded)
 
     for number, layout in enumerate(plan.layout.buffers):
         grad = dtype_named(layout.key.grad_dtype).itemsize
@@ -184,7 +147,7 @@ def _add_buffers(
     in_buffers = {slot.name for layout in plan.frozen_layout.buffers for slot in layout.slots}
     for name, param in plan.frozen.items():
         if name not in in_buffers:
-            found.add(PARAMETERS, param.nbytes, param.nbytes * (name in experts))
+            found.add(PARAMETERS, param.nbytes)
 
 
 def full_gradients(plan: ModelPlan) -> int:
@@ -234,33 +197,22 @@ def _add_optimizer(
     ddp_config: DistributedDataParallelConfig,
     config: OptimizerConfig,
     groups: ProcessGroups,
-    user: UserOptimizer | None,
-    is_expert: IsExpert,
     *,
     on_cpu: bool,
 ) -> None:
     """Count master weights and moments, created by the optimizer's own code from buckets on the meta device."""
-    of_groups: ParamGroups
-    if user is None:
-        of_groups = ParamGroups(config, list(_trainable(chunks)), frozen=_frozen(chunks))
-        if of_groups.problem is not None:
-            raise ValueError(of_groups.problem)
-        torch_groups = of_groups.torch_groups(config)
-        shaped = [update_scope(group["optimizer"]) != "element" for group in torch_groups]
-        moments = [moments_of(config, group["optimizer"]) for group in torch_groups]
-    else:
-        optimizer = user([module for module, _ in chunks])
-        of_groups = AdoptedGroups(optimizer)
-        torch_groups = of_groups.torch_groups(config)
-        shaped = [update_scope(type(optimizer)) != "element"] * len(torch_groups)
-        moments = [_kept_by(optimizer, group) for group in torch_groups]
+    of_groups = ParamGroups(config, list(_trainable(chunks)), frozen=_frozen(chunks))
+    if of_groups.problem is not None:
+        raise ValueError(of_groups.problem)
+    torch_groups = of_groups.torch_groups(config)
+    shaped = [update_scope(group["optimizer"]) != "element" for group in torch_groups]
+    moments = [moments_of(config, group["optimizer"]) for group in torch_groups]
     device = torch.device("cpu" if on_cpu else "cuda")
     on_host = [] if on_cpu else _on_host(chunks, config, lambda param: torch_groups[of_groups.of(param)])
     for _, plan in chunks:
         places = places_of(plan, ddp_config)
         if on_host:  # optimizer_cpu_offload excludes a placement of states
             places = replace(places, states=frozenset(where for of, where in on_host if of is plan))
-        experts = {id(param) for name, param in plan.params.items() if is_expert(name, param)}
         for number, bucket, kinds in _planned_buckets(plan, ddp_config, groups, places, on_cpu=on_cpu):
             stands_in: Any = bucket
             offloaded = (number, bucket.layout.index) in places.states
@@ -272,16 +224,13 @@ def _add_optimizer(
                 needs_shape=shaped.__getitem__,
                 only_adam=all(group.get("optimizer") == "adam" for group in torch_groups),
             )
-            kept = masters.kept.itemsize if masters.kept.numel() else 0
-            of_experts = sum(shard.numel for shard in masters.shards if id(shard.param) in experts)
-            found.add(MASTERS, masters.kept.nbytes, of_experts * kept, offloaded=offloaded)
+            found.add(MASTERS, masters.kept.nbytes, offloaded=offloaded)
             in_files = offloaded and on_cpu
             most = 0
             for segment in masters.segments:
                 dtypes = [kept_dtype(key, config) or masters.dtype for key in moments[segment.group]]
                 each = sum(dtype.itemsize for dtype in dtypes)
-                of_experts = sum(shard.numel for shard in segment.shards if id(shard.param) in experts)
-                found.add(MOMENTS, 0 if in_files else segment.numel * each, of_experts * each, offloaded=offloaded)
+                found.add(MOMENTS, 0 if in_files else segment.numel * each, offloaded=offloaded)
                 most = max(most, each)
             # In files a moment has the bucket's length.
             found.add(MOMENTS, masters.grad.numel() * most if in_files else 0, offloaded=offloaded)
@@ -307,15 +256,6 @@ def _on_host(
     buckets = [(bucket.numel, [plan.params[slot.name] for slot in bucket.slots]) for plan, _, bucket in listed]
     chosen = (listed[index] for index in buckets_on_host(config, buckets, group_of))
     return [(plan, (number, bucket.index)) for plan, number, bucket in chosen]
-
-
-def _kept_by(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of a user's per-element optimizer state, found by stepping a copy on a tiny parameter."""
-    number = nn.Parameter(torch.zeros(2))
-    number.grad = torch.zeros(2)
-    twin = twin_of(optimizer, [{**group, "params": [number]}])
-    twin.step()
-    return tuple(key for key, value in twin.state[number].items() if is_per_element(key, value, number))
 
 
 def _planned_buckets(

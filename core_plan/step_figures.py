@@ -22,7 +22,6 @@ from core_plan.planned_groups import Ledger
 from core_plan.without_values import WithoutValues
 
 Sent = Mapping[tuple[str, str], tuple[int, int]]  # (group, collective) -> (calls, bytes that this rank sends)
-
 Params = Sequence[tuple[int, bool]]
 
 
@@ -30,26 +29,18 @@ Params = Sequence[tuple[int, bool]]
 class PartFigures:
     """Figures of one part of a model, for one microbatch.
 
-    Attributes:
-        saved: Bytes that its forward saves for backward.
-        forward: Peak bytes during its forward, without the bytes saved by earlier parts.
-        backward: Peak bytes during its backward, without the bytes saved by earlier parts.
-        work: Work of both phases, by name.
-        sent: Traffic of both phases, by name.
-        params: (elements on this rank, True for an expert's) of each trainable parameter. Parameters before the layers
-            belong to the first part, and parameters after them to the last.
-        name: Name in a table.
-        output: Bytes of `saved` that are passed to the next part, which keeps them.
+    Peaks do not contain the bytes saved by earlier parts. Parameters before the layers belong to the first part, and
+    parameters after them to the last.
     """
 
-    saved: int
-    forward: int
-    backward: int
-    work: Mapping[str, Counter[Work]]
-    sent: Mapping[str, Sent]
-    params: Params = ()
+    saved: int  # bytes that forward saves for backward
+    forward: int  # bytes at the peak of forward
+    backward: int  # bytes at the peak of backward
+    work: Mapping[str, Counter[Work]]  # by phase
+    sent: Mapping[str, Sent]  # by phase
+    params: Params = ()  # (elements on this rank, True for an expert's) of each trainable parameter
     name: str = ""
-    output: int = 0
+    output: int = 0  # bytes of `saved` that are passed to the next part, which keeps them
 
 
 def with_more(part: PartFigures, layer: PartFigures, alike: PartFigures) -> PartFigures:
@@ -75,13 +66,7 @@ def with_more(part: PartFigures, layer: PartFigures, alike: PartFigures) -> Part
 
 
 def layers_in_words(has_experts: bool | None, again: str, of_type: str = "") -> str:
-    """Describe layers of one kind.
-
-    Args:
-        has_experts: True for layers with experts; None for a model without experts.
-        again: Text for the recomputed parts; '' if nothing is recomputed.
-        of_type: Type of the layers, if a model has several types.
-    """
+    """Describe layers of one kind, such as 'expert layers (sliding), computed again'. `again` is '' without that."""
     kind = {None: "", False: "dense ", True: "expert "}[has_experts]
     return f"{kind}layers{f' ({of_type})' * bool(of_type)}{f', {again}' * bool(again)}"
 
@@ -102,14 +87,11 @@ def watch_step(
 
     Args:
         module: The model.
-        layers: Its layers in forward order; the n-th is the part "n".
+        layers: The model's layers in forward order; the n-th is the part "n".
         run: Runs the forward; its result is differentiated.
         ledger: Record of the groups' traffic.
         mode: The active mode.
         ddp: Configuration of the wrapper.
-
-    Returns:
-        The figures of each part.
     """
     known = [*module.parameters(), *module.buffers()]
     for parameter in module.parameters():

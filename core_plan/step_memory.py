@@ -17,30 +17,19 @@ STEP_KINDS = (ACTIVATIONS, WORKING, WHOLE, RECEIVED)
 
 
 class Highest(NamedTuple):
-    """Peak bytes during an action.
+    """Peak bytes during an action."""
 
-    Attributes:
-        own: Bytes of the action itself.
-        waiting: Bytes of full gradients that wait for the last backward.
-        parts: Number of first parts of the stage whose saved tensors are still alive.
-    """
-
-    own: int
-    waiting: int
-    parts: int
-
-    @property
-    def total(self) -> int:
-        """Sum of both."""
-        return self.own + self.waiting
+    own: int  # bytes of the action itself
+    waiting: int  # bytes of full gradients that wait for the last backward
+    parts: int  # number of first parts of the stage whose saved tensors are still alive
 
 
 class Saved(NamedTuple):
-    """Tensors saved by one part of a stage: name, bytes of one microbatch, and number of microbatches."""
+    """Tensors that one part of a stage saves."""
 
     part: str
-    each: int
-    copies: int
+    each: int  # bytes of one microbatch
+    copies: int  # number of microbatches
 
     @property
     def nbytes(self) -> int:
@@ -50,25 +39,15 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class StageFigures:
-    """Figures of one stage, for one microbatch.
-
-    Attributes:
-        saved: Bytes that its forward saves.
-        saved_by: Bytes that the first n parts save, for each n from 0.
-        forward: Peak bytes during forward.
-        backward: Peak bytes during backward.
-        whole: Bytes of full gradients that wait for the last microbatch, if a rank keeps only its shard; else 0.
-        first: Peak of the first backward of a step, which creates these gradients.
-        last: Peak of the last backward of a step, which frees them.
-    """
+    """Figures of one stage, for one microbatch, in bytes."""
 
     saved: int
-    saved_by: Sequence[int]
-    forward: int
-    backward: int
-    whole: int
-    first: Highest
-    last: Highest
+    saved_by: Sequence[int]  # the first n parts save, for each n from 0
+    forward: int  # at the peak
+    backward: int  # at the peak
+    whole: int  # full gradients that wait for the last microbatch, if a rank keeps only its shard
+    first: Highest  # in the first backward of a step, which creates these gradients
+    last: Highest  # in the last backward of a step, which frees them
 
     @classmethod
     def of(cls, parts: Sequence[PartFigures], whole: int = 0) -> StageFigures:
@@ -88,7 +67,7 @@ class StageFigures:
         # If fewer bytes are alive than all parts saved, later parts have freed theirs.
         held = [len(parts) if most >= saved else place for place, most in enumerate(own, 1)]
         ends = [
-            max([Highest(saved, begun, len(parts)), *map(Highest, own, behind, held)], key=lambda row: row.total)
+            max([Highest(saved, begun, len(parts)), *map(Highest, own, behind, held)], key=lambda row: sum(row[:2]))
             for begun, behind in ((0, [whole - reached for reached in left]), (whole, left))
         ]
         return cls(saved, saved_by, max(forward, saved), max(saved, *own), whole, *ends)
@@ -101,19 +80,12 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class HighPoint:
-    """Memory at the highest point of one action, by kind.
-
-    Attributes:
-        action: The action.
-        held: Bytes by kind.
-        in_flight: By stage, the number of microbatches with live activations.
-        parts: Number of parts of the action's own microbatch whose activations are alive.
-    """
+    """Memory at the highest point of one action, by kind."""
 
     action: Action
-    held: Mapping[str, int]
-    in_flight: Mapping[int, int]
-    parts: int
+    held: Mapping[str, int]  # bytes by kind
+    in_flight: Mapping[int, int]  # by stage, the number of microbatches with live activations
+    parts: int  # number of parts of the action's own microbatch whose activations are alive
 
     @property
     def total(self) -> int:
@@ -150,7 +122,7 @@ def memory_along(
         actions: Actions of the rank, in order.
         stages: Figures of the rank's stages, by number.
         num_stages: Stages of the pipeline.
-        microbatches: Number of microbatches.
+        microbatches: Microbatches of a step.
         sent_bytes: Bytes that one stage sends the next for a microbatch.
         arrived: Result of `arrivals`; None if a stage waits for a send before the next forward.
         sends: Stages that send activations to another rank.

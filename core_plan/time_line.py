@@ -30,9 +30,6 @@ def pipeline_spans(
         seconds: Duration by (kind of action, stage).
         hop_s: Seconds of a message between neighbouring stages.
         num_stages: Stages of the pipeline.
-
-    Raises:
-        ValueError: If the order deadlocks.
     """
     done: dict[tuple[str, int, int], float] = {}
     free = [0.0] * len(orders)
@@ -85,15 +82,7 @@ def shared_spans(
 ) -> list[TimedAction]:
     """Return the time of each action if positions share cores: a waiting position releases its core.
 
-    Args:
-        orders: Actions of each position, in order.
-        seconds: Duration by (kind of action, stage), on a dedicated core.
-        hop_s: Seconds of a message between neighbouring stages.
-        num_stages: Stages of the pipeline.
-        slower: Returns the slowdown factor for a number of working positions.
-
-    Raises:
-        ValueError: If the order deadlocks.
+    `seconds` are those of a dedicated core, and `slower` returns the slowdown factor for a number of working positions.
     """
     done: dict[tuple[str, int, int], float] = {}
     at, now = [0] * len(orders), 0.0

@@ -15,9 +15,10 @@ from core.hugging_face.run.sequence import OVER_TENSOR
 from core_plan import plan_run
 from core_plan.command import main
 from core_plan.device import read_device
+from core_plan.hugging_face_source import run_of_model
 from core_plan.job.errors import ConfigError
 from core_plan.live_memory import BACKWARD, EIGHT_BITS, FORWARD, Work
-from core_plan.model_run import ModelRun, run_of_model
+from core_plan.model_run import ModelRun
 from core_plan.run_memory import parts_of_stages, plan_memory
 from core_plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
 from core_plan.step_time import model_flops, work_seconds
@@ -159,7 +160,7 @@ def test_an_error_of_ones_own_is_not_taken_for_one_of_a_configuration(monkeypatc
     def fails(*_: Any) -> None:
         raise KeyError("own")
 
-    monkeypatch.setattr("core_plan.hugging_face_source.list_of_layers", fails)
+    monkeypatch.setattr("core_plan.model_run.list_of_layers", fails)
     with pytest.raises(KeyError, match="own"):
         main(["--model", "tiny:llama", "--ranks", "1", "--seq", "32"])
 

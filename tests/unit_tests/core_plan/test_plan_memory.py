@@ -12,9 +12,9 @@ from benchmarks.plan_jobs import GptJob, files_of, peak_of, state_of
 from core.distributed import Placement
 from core.tensor_parallel.random import get_rng_tracker
 from core_plan import RunPlan, plan_run
+from core_plan.gpt_source import run_of_job
 from core_plan.job.config_file import load_config
 from core_plan.job.errors import ConfigError
-from core_plan.job_run import run_of_job
 from core_plan.run_memory import plan_memory
 from core_plan.schedule_order import Action
 from core_plan.state_bytes import GATHERED, GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL

@@ -1,7 +1,6 @@
 """What a plan's figures are of: activations by part of the model, and what belongs to experts."""
 
 import re
-from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,12 +9,11 @@ import pytest
 from benchmarks.plan_jobs import GptJob, ModelJob
 from core.tensor_parallel.chunked_loss import rows_of_chunks
 from core_plan import ModelRun, RankMemory, fake_collectives, plan_run
+from core_plan.gpt_source import run_of_job
+from core_plan.hugging_face_source import run_of_model
 from core_plan.job.config_file import load_config
-from core_plan.job_run import run_of_job
 from core_plan.live_memory import LiveMemory
-from core_plan.model_run import run_of_model
 from core_plan.run_memory import parts_of_stages, plan_memory
-from core_plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS
 from core_plan.step_memory import ACTIVATIONS
 from tests.unit_tests.core_plan.test_plan_memory import EXPERTS, MODEL, RECOMPUTED, strategy
 from tests.unit_tests.ranks import ranks
@@ -169,60 +167,6 @@ def test_a_table_shows_the_parts_below_their_total() -> None:
             ["working memory of a layer", *rows[5][1:]],
         ]
     )
-
-
-KINDS = (PARAMETERS, GRADIENTS, MASTERS, MOMENTS)
-
-
-@ranks(2, timeout_s=120)
-@pytest.mark.parametrize("family", ["ours", "mixtral"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.in_suite(2)
-def test_state_of_experts_is_that_of_a_wrapped_model(rank: int, world: int, family: str, dtype: Any) -> None:
-    job: GptJob | ModelJob
-    if family == "ours":
-        config = load_config([*MODEL, *EXPERTS, "--tp", "1", "--parallel.ep", "2", "--model.dtype", dtype])
-        run = run_of_job(config, world, on_cpu=True)
-        job = GptJob(config, world)
-    else:
-        said = ModelRun("tiny:mixtral", ep=2, dtype=dtype, sequence_length=64, global_batch_size=4)
-        run = run_of_model(said, world, on_cpu=True)
-        job = ModelJob(said, run)
-    (planned,) = plan_memory(run, [rank])
-    job.step()
-    held: Counter[str] = Counter()
-    for param in job.chunks[0].parameters():
-        if not getattr(param, "allreduce", True):
-            held[PARAMETERS] += param.nbytes
-            held[GRADIENTS] += param.main_grad.nbytes
-    for masters in job.optimizer.masters:
-        for segment in masters.segments:
-            numel = sum(shard.numel for shard in segment.shards if not getattr(shard.param, "allreduce", True))
-            state = job.optimizer.state[segment.master]
-            held[MOMENTS] += numel * sum(state[key].itemsize for key in ("exp_avg", "exp_avg_sq"))
-            held[MASTERS] += numel * (masters.kept.itemsize if dtype == "bfloat16" else 0)
-    assert {kind: planned.experts.get(kind, 0) for kind in KINDS} == {kind: held[kind] for kind in KINDS}
-    assert 0 < held[PARAMETERS] < planned.state[PARAMETERS]
-
-
-@pytest.mark.parametrize("zero", range(4))
-def test_shards_of_experts_on_all_ranks_come_to_the_whole(zero: int) -> None:
-    """Experts that every rank has lie in buckets with other parameters. Four layers of four experts of 3 matrices."""
-    pytest.importorskip("transformers")
-    said = ModelRun("tiny:qwen3_moe", zero=zero, sequence_length=64, global_batch_size=4)
-    text = said.configuration
-    assert (text.num_hidden_layers, text.num_experts) == (4, 4)
-    whole = 4 * 4 * 4 * 3 * text.hidden_size * text.moe_intermediate_size
-    memories = plan_memory(run_of_model(said, 2), [0, 1])
-    found = {kind: sum(memory.experts.get(kind, 0) for memory in memories) for kind in KINDS}
-    copies = {PARAMETERS: 1 if zero == 3 else 2, GRADIENTS: 1 if zero > 1 else 2, MOMENTS: 2 if zero else 4, MASTERS: 0}
-    assert found == {kind: count * whole for kind, count in copies.items()}
-
-
-def test_a_model_without_experts_has_no_rows_of_them() -> None:
-    assert "experts" not in plan_run(load_config([*MODEL, "--tp", "1"]), 2, "h100").describe()
-    with_experts = plan_run(load_config([*MODEL, *EXPERTS, "--tp", "1"]), 2, "h100").describe()
-    assert with_experts.count("\n  of experts") == 3  # of fp32 parameters, gradients and moments
 
 
 DROPS = "--model.hidden-size 64 --model.num-attention-heads 4 --model.sequence-length 256 --model.dtype bfloat16"
