@@ -22,7 +22,6 @@ from core.moe import token_dispatcher
 from core.moe.token_dispatcher import HostCounts
 from core.tensor_parallel import chunked_loss, layers
 from core.tensor_parallel.random import DROPOUT_STREAMS, RNGState, get_rng_tracker
-from core_plan.live_memory import LiveMemory
 
 
 class EvenLoads(HostCounts):
@@ -116,19 +115,6 @@ def add_product_of_gpu(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
         ADD_PRODUCT(main_grad, grad, input)
 
 
-def few_chunks(tokens: int, chunk: int) -> Iterator[slice]:
-    """Yield one full chunk of tokens, counted once for each full chunk, and the smaller last chunk."""
-    whole, rest = divmod(tokens, chunk)
-    if whole:
-        LiveMemory.times = whole
-        try:
-            yield slice(0, chunk)
-        finally:
-            LiveMemory.times = 1
-    if rest:
-        yield slice(whole * chunk, tokens)
-
-
 ATTENTION, DROPOUT, RMS_NORM = F.scaled_dot_product_attention, F.dropout, F.rms_norm  # torch's own
 ADD_PRODUCT = layers.add_product
 
@@ -136,9 +122,8 @@ ADD_PRODUCT = layers.add_product
 @contextmanager
 def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
     """Run layers inside without other ranks, with dropout as on the planned device. `chosen` is as in EvenLoads."""
-    before = token_dispatcher.HOST_COUNTS, ring.pass_on, chunked_loss.rows_of_chunks
+    before = token_dispatcher.HOST_COUNTS, ring.pass_on
     token_dispatcher.HOST_COUNTS, ring.pass_on = EvenLoads(chosen), pass_on
-    chunked_loss.rows_of_chunks = few_chunks
     if not on_cpu:
         F.scaled_dot_product_attention, F.dropout, F.rms_norm = attention_of_gpu, dropout_of_gpu, rms_norm_of_gpu
         layers.add_product = chunked_loss.add_product = add_product_of_gpu
@@ -152,6 +137,6 @@ def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
     finally:
         tracker.set_states(streams)
         ForwardStream.meets_ranks = True
-        token_dispatcher.HOST_COUNTS, ring.pass_on, chunked_loss.rows_of_chunks = before
+        token_dispatcher.HOST_COUNTS, ring.pass_on = before
         F.scaled_dot_product_attention, F.dropout, F.rms_norm = ATTENTION, DROPOUT, RMS_NORM
         layers.add_product = chunked_loss.add_product = ADD_PRODUCT

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,8 +102,6 @@ class LiveMemory(TorchDispatchMode):
     The memory of `known` tensors is not counted.
     """
 
-    times: ClassVar[int] = 1  # multiplier of each recorded operator
-
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
         self.place = Phase(FORWARD, "")
@@ -133,7 +131,7 @@ class LiveMemory(TorchDispatchMode):
         if self.live > self.peak[self.place]:
             self.peak[self.place] = self.live
         if work is not None:
-            self.work[self.place][work] += LiveMemory.times
+            self.work[self.place][work] += 1
 
     def _follow(self, tensor: Tensor, counted: bool = True) -> None:
         storage = tensor.untyped_storage()

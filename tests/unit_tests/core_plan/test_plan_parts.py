@@ -7,13 +7,12 @@ from typing import Any, Literal
 import pytest
 
 from benchmarks.plan_jobs import GptJob, ModelJob
-from core.tensor_parallel.chunked_loss import rows_of_chunks
-from core_plan import ModelRun, RankMemory, fake_collectives, plan_run
+from core_plan import ModelRun, RankMemory, plan_run
 from core_plan.gpt_source import run_of_job
 from core_plan.hugging_face_source import run_of_model
 from core_plan.job.config_file import load_config
 from core_plan.live_memory import LiveMemory
-from core_plan.run_memory import parts_of_stages, plan_memory
+from core_plan.run_memory import plan_memory
 from core_plan.step_memory import ACTIVATIONS
 from tests.unit_tests.core_plan.test_plan_memory import EXPERTS, MODEL, RECOMPUTED, strategy
 from tests.unit_tests.ranks import ranks
@@ -219,18 +218,3 @@ def test_values_that_are_narrower_than_queries_need_no_room_for_scores_on_a_gpu(
         for device in ("h100", "laptop")
     ]
     assert dense[1] - dense[0] > 4 * 4 * 512 * 512 * 2  # bytes of the scores
-
-
-def test_one_chunk_of_the_loss_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work and memory of the head are those of all chunks, the smaller last one too: 128 tokens by 24."""
-    flags = [*MODEL, "--tp", "1", "--run.micro-batch-size", "2", "--model.logits-chunk", "24"]
-    run = run_of_job(load_config(flags), 1)
-    (*_, found) = parts_of_stages(run)[0]
-    monkeypatch.setattr(fake_collectives, "few_chunks", rows_of_chunks)
-    (*_, expected) = parts_of_stages(run)[0]
-    assert found.name == expected.name == HEAD
-    assert (found.saved, found.forward, found.backward) == (expected.saved, expected.forward, expected.backward)
-    for phase, work in expected.work.items():
-        for field in ("flops", "nbytes"):
-            counts = [sum(getattr(op, field) * count for op, count in row.items()) for row in (found.work[phase], work)]
-            assert counts[0] == counts[1] > 0, (phase, field)
