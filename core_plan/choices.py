@@ -21,7 +21,11 @@ NO_MODE = "none"  # option value: no sequence parallelism
 CHUNKS = (2, 3, 4, 8)  # considered numbers of stages per rank, if they divide the layers
 PARTS = ("layernorm", "mlp_act", "moe_act")  # modules that are recomputed, at almost no cost
 STAGES = ("vpp", "layers_per_stage")
-SHARDING = ("use_distributed_optimizer", "data_parallel_sharding_strategy", "overlap_param_gather")
+# Options of the wrapper that belong to a layout. The first three are only correct together.
+SHARDING = (
+    *("data_parallel_sharding_strategy", "use_distributed_optimizer", "overlap_param_gather"),
+    "num_distributed_optimizer_instances",
+)
 
 
 class Sizes(NamedTuple):
@@ -241,12 +245,12 @@ def flags_of(config: JobConfig | ModelRun, choice: Choice, *, complete: bool = T
         options = {name: f"--{name.removesuffix('_size').replace('_', '-')}" for name in (*names, *STAGES)}
         pairs = [(config.flags.get(option, option), name, config, found) for name, option in options.items()]
     else:
-        always = (*SHARDING, *((*AXES[:4], "micro_batch_size") if complete else ()))
-        sections = ["parallel", "run", "model", *["ddp"] * (complete or found.ddp.strategy != config.ddp.strategy)]
+        always = (*AXES[:4], "micro_batch_size", *SHARDING[:3]) if complete else ()
+        sections = ["parallel", "run", *["ddp"] * (complete or found.ddp.strategy != config.ddp.strategy), "model"]
         pairs = [
             (f"--{name}" if name in AXES[:4] else flag(section, name), name, getattr(config, section), new)
             for section, new in ((name, getattr(found, name)) for name in sections)
-            for name in vars(new)
+            for name in (SHARDING if section == "ddp" else vars(new))
         ]
     words = []
     for option, name, old, new in pairs:
