@@ -71,8 +71,8 @@ class Choice(NamedTuple):
     etp: int = 1  # 1, or the value of tp
     zero: int = 0  # ZeRO stage, 0 to 3
     micro: int = 1  # sequences of a microbatch; 0 keeps the configured number
-    recompute: bool = False  # of complete layers
-    parts: bool = False  # recomputation of the modules PARTS of layers
+    recompute: bool = False  # complete layers are recomputed
+    parts: bool = False  # the modules PARTS of layers are recomputed
     vpp: int = 1  # stages per rank
     instances: int = 1  # optimizer instances, each sharded over some data ranks; 1 keeps the configured number
 

@@ -29,7 +29,7 @@ from core_plan.without_values import WithoutValues
 class LayerKind(NamedTuple):
     """Layers of equal cost."""
 
-    number: int  # of the first such layer
+    number: int  # number of the first such layer
     recomputed: bool  # completely or in parts
 
 

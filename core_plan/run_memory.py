@@ -58,8 +58,14 @@ class Run:
     """Everything that determines the cost of a run.
 
     Attributes:
+        source: The model.
+        grid: The grid of ranks.
+        layout: Layout of the pipeline.
+        schedule: Name of the pipeline schedule.
         microbatches: Microbatches per rank and step.
         tokens_per_step: Tokens of a step on all ranks.
+        ddp: Configuration of the wrapper.
+        optimizer: Configuration of the optimizer.
         on_cpu: True for ranks on CPU.
         one_host: True if ranks on CPU are processes of one machine.
         notes: Sentences about settings that the plan does not follow.

@@ -36,8 +36,8 @@ class PartFigures:
     saved: int  # bytes that forward saves for backward
     forward: int  # bytes at the peak of forward
     backward: int  # bytes at the peak of backward
-    work: Mapping[str, Counter[Work]]  # by phase
-    sent: Mapping[str, Sent]  # by phase
+    work: Mapping[str, Counter[Work]]  # key: phase
+    sent: Mapping[str, Sent]  # key: phase
     params: Params = ()  # (elements on this rank, True for an expert's) of each trainable parameter
     name: str = ""
     output: int = 0  # bytes of `saved` that are passed to the next part, which keeps them

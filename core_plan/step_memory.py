@@ -84,7 +84,7 @@ class HighPoint:
 
     action: Action
     held: Mapping[str, int]  # bytes by kind
-    in_flight: Mapping[int, int]  # by stage, the number of microbatches with live activations
+    in_flight: Mapping[int, int]  # microbatches with live activations, by stage
     parts: int  # number of parts of the action's own microbatch whose activations are alive
 
     @property

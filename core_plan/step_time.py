@@ -56,7 +56,7 @@ class StepTime:
     optimizer: float
     tokens_per_s: float
     mfu: float
-    flops_per_s: float  # of the model on all ranks
+    flops_per_s: float  # all ranks together
     communication: Sequence[Communication]
     spans: Sequence[TimedAction]
 
