@@ -29,7 +29,7 @@ BENCHMARKS = {
     "overlap": ("benchmarks.overlap", "step time over bucket size on a simulated wire, hidden share, the advised size"),
     "peers_right": (
         "benchmarks.peers_right",
-        "gradients of torch's and Megatron Core's own loops in each layout, compared with one process",
+        "gradients of other frameworks' own loops in each layout, compared with one process",
     ),
     "plan": (
         "benchmarks.plan",

@@ -33,7 +33,7 @@ from core.groups import agree
 from core.groups.param_attributes import data_group_of
 from core.groups.process_groups import ProcessGroups
 from core.interface import ModelWrapper
-from core.verify import megatron
+from core.verify import deepspeed, megatron
 from core.verify.gathered import Held, WrappedModel
 from core.verify.job import Job, split_loss
 from core.verify.microbatches import Microbatch
@@ -93,11 +93,12 @@ class TorchModel(WrappedModel):
         self.groups = _places(outer, placed, mesh)
         self.device = next((_local(param).device for param in self.params.values()), torch.device("cpu"))
         self.reduces_in_backward = bool(sharded)
+        self.own: dict[int, Tensor] = {}  # gradients that the diagnosis computed outside DeepSpeed's engine
         megatron.declare_names(self.module, self.groups)
         with megatron.marked_sinks(self.module):
             places = _slices(self.module, placed, self.groups)
         self.held = [
-            Held(places[name], 0, _local(param.detach()), self._contract(name, param) if param.requires_grad else None)
+            Held(places[name], 0, _readable(param), self._contract(name, param) if param.requires_grad else None)
             for name, param in self.params.items()
         ]
         self.biases = []
@@ -120,8 +121,9 @@ class TorchModel(WrappedModel):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Do nothing: each rank sends its part."""
-        yield
+        """See WrappedModel; only parameters of ZeRO-3 are gathered, because each rank sends its part of others."""
+        with deepspeed.gathered([*self.params.values()]):
+            yield
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
         """Return this rank's parts of the gradients. Collective.
@@ -130,6 +132,7 @@ class TorchModel(WrappedModel):
         """
         found = {}
         gathered = megatron.gathered_gradients(self.outer)
+        gathered |= deepspeed.gradients(self.outer, [self.params[held.place.local_name] for held in self.trained])
         for held in self.trained:
             param = self.params[held.place.local_name]
             grad = gathered.get(id(param), gradient_of(param))
@@ -139,6 +142,8 @@ class TorchModel(WrappedModel):
     def own_gradient(self, held: Held) -> Tensor:
         """See WrappedModel; fully_shard reduces in backward."""
         param = self.params[held.place.local_name]
+        if deepspeed.is_engine(self.outer):
+            return self.own.get(id(param), torch.zeros(held.place.local_shape))
         grad = gradient_of(param)
         if grad is None or (self.reduces_in_backward and self.groups.size("dp_cp") > 1):
             return torch.zeros(held.place.local_shape)
@@ -161,7 +166,7 @@ class TorchLoopJob(LoopJob):
         before: The module before torch's DDP converted its DTensors to plain tensors.
 
     Attributes:
-        at_norm: Called on all ranks with the gradient norm of Megatron Core's optimizer, if it clips.
+        at_norm: Called on all ranks with the gradient norm of Megatron Core's optimizer or DeepSpeed's engine.
 
     Raises:
         ValueError: On all ranks, if the model's positions in the mesh are unknown.
@@ -233,6 +238,9 @@ class TorchLoopJob(LoopJob):
         with ExitStack() as stack:
             if megatron.is_wrapper(self.torch_model.outer):
                 stack.enter_context(megatron.around_steps("step", before_megatron, after_megatron))
+            if deepspeed.is_engine(self.torch_model.outer):
+                around = deepspeed.around_updates(self.torch_model.outer, finish, lambda norm: self.at_norm(norm))
+                stack.enter_context(around)
             stack.callback(register_optimizer_step_pre_hook(before_step).remove)
             for owner, name in CLIPS:
                 stack.enter_context(mock.patch.object(owner, name, before_clip(getattr(owner, name))))
@@ -258,6 +266,8 @@ class TorchLoopJob(LoopJob):
         if self.kept is None:
             grads = {name: gradient_of(param) for name, param in model.params.items()}
             self.kept = {name: None if grad is None else grad.clone() for name, grad in grads.items()}
+        model.own = {}
+        called = model.module if deepspeed.is_engine(model.outer) else model.outer  # an engine would reduce
         for param in model.params.values():
             param.grad = None
             if hasattr(param, "main_grad"):  # Megatron Core's wrapper accumulates in it
@@ -268,19 +278,29 @@ class TorchLoopJob(LoopJob):
                 given = self._received()
                 loss = output = None
                 if self.groups.rank("pp") == self.groups.size("pp") - 1:
-                    loss, _ = split_loss(self.loss_fn(model.outer, part), self.per_token)
+                    loss, _ = split_loss(self.loss_fn(called, part), self.per_token)
                     loss = loss * (1.0 if self.per_token else 1.0 / self.microbatches)
                 else:
                     output = model.outer(*forward[0], **forward[1])
                     _send(output.detach(), self.groups.ranks("pp")[self.groups.rank("pp") + 1])
                 with nullcontext() if recorder is None else recorder.backward():
                     if loss is not None:
-                        loss.backward()
+                        self._run_backward(loss)
                     else:
                         assert output is not None
                         output.backward(_receive(self.groups.ranks("pp")[self.groups.rank("pp") + 1]))
                 if given is not None:
                     _send(given.grad, self.groups.ranks("pp")[self.groups.rank("pp") - 1])
+
+    def _run_backward(self, loss: Tensor) -> None:
+        """Compute this rank's gradients, for DeepSpeed without its hooks on parameters, which reduce."""
+        if not deepspeed.is_engine(self.torch_model.outer):
+            loss.backward()
+            return
+        own, params = self.torch_model.own, [param for param in self.torch_model.params.values() if param.requires_grad]
+        for param, grad in zip(params, torch.autograd.grad(loss, params, allow_unused=True), strict=True):
+            if grad is not None:
+                own[id(param)] = grad + own.get(id(param), 0)
 
     def _received(self) -> Tensor | None:
         """Pass the activation of the stage before to this stage, and return it; None on the first stage."""
@@ -296,11 +316,15 @@ class TorchLoopJob(LoopJob):
 
 
 def unwrapped(outer: nn.Module) -> Any:
-    """Return the user's module inside wrappers: ours, a plugin's, torch's DDP, Megatron Core's, torch.compile."""
+    """Return the user's module inside wrappers: ours, a plugin's, torch's DDP, Megatron Core's, DeepSpeed's engine."""
     part: Any = outer
-    while (is_wrapper := isinstance(part, WRAPPERS) or megatron.is_wrapper(part)) or hasattr(part, "_orig_mod"):
+    while (is_wrapper := _is_wrapper(part)) or hasattr(part, "_orig_mod"):
         part = part.module if is_wrapper else part._orig_mod
     return part
+
+
+def _is_wrapper(part: nn.Module) -> bool:
+    return isinstance(part, WRAPPERS) or megatron.is_wrapper(part) or deepspeed.is_engine(part)
 
 
 def wrapper_of(outer: nn.Module) -> Any:
@@ -327,6 +351,11 @@ def _receive(rank: int) -> Tensor:
 
 def _dtensors(module: nn.Module) -> dict[str, DTensor]:
     return {name: param for name, param in module.named_parameters() if isinstance(param, DTensor)}
+
+
+def _readable(param: Any) -> Tensor:
+    """Return the local part of a parameter; the parameter itself if ZeRO-3 replaces its data by gathered data."""
+    return param if hasattr(param, "ds_id") else _local(param.detach())
 
 
 def _local(tensor: Tensor, param: Any = None) -> Tensor:
@@ -392,6 +421,11 @@ def _model_ranks(mesh: DeviceMesh, *, all_data: bool) -> list[int]:
 def _slices(module: nn.Module, placed: Mapping[str, DTensor], groups: ProcessGroups) -> dict[str, GlobalSlice]:
     """Find this rank's part of every parameter; the first rank with the same boxes is replica 0. Collective."""
     found = global_slices(module, groups)
+    for name, param in module.named_parameters():
+        if hasattr(param, "ds_shape"):
+            shape = deepspeed.full_shape(param)
+            box = Box((0,) * len(shape), (0,) * len(shape), shape)
+            found[name] = replace(found[name], shape=shape, local_shape=shape, boxes=(box,))
     for name, param in placed.items():
         found[name] = replace(found[name], shape=tuple(param.shape), **_boxes(name, param))
     mine = {name: (place.name, place.boxes) for name, place in found.items()}

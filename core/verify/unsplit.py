@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from core.verify.deepspeed import full_shape
+
 # Packages whose hooks and forwards gather, split, or convert tensors, and so have no place in one process.
-DISTRIBUTING = ("torch.distributed", "torchtitan.distributed", "transformers.distributed")
+DISTRIBUTING = ("torch.distributed", "torchtitan.distributed", "transformers.distributed", "deepspeed")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STATE = "__composable"  # prefix of the keys under which `fully_shard` stores its state in a module
 
@@ -29,7 +31,7 @@ def unsplit_structure(model: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for param in model.parameters():
-        full = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        full = torch.empty(full_shape(param), dtype=param.dtype, device="meta")
         memo[id(param)] = nn.Parameter(full, param.requires_grad)
     for buffer in model.buffers():
         if isinstance(buffer, DTensor):

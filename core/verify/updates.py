@@ -22,7 +22,7 @@ from core.groups import agree
 from core.optimizer.adopted_optimizer import AdoptedOptimizer, twin_of
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.step.inner_optimizer import inner_optimizer
-from core.verify import megatron
+from core.verify import deepspeed, megatron
 from core.verify.gathered import Held, slice_of
 from core.verify.optimizer_steps import Clip, Step, cause_of_updates, gradients_of_step, joined
 from core.verify.place import ALLOWANCE
@@ -114,7 +114,8 @@ class Updates:
             {key: value for key, value in group.items() if key != "params" and isinstance(value, SETTINGS)}
             for group in optimizer.param_groups
         )
-        without = frozenset(self.held[id(p)].name for p in params if id(p) in self.held and gradient_of(p) is None)
+        absent = [p for p in params if gradient_of(p) is None and not deepspeed.stores_gradient(p)]
+        without = frozenset(self.held[id(param)].name for param in absent if id(param) in self.held)
         self.steps.append(Step(type(optimizer).__name__, settings, names, without, tuple(self.clips), own_clip))
         self.optimizers.append(optimizer)
         self.clips = []
@@ -163,6 +164,17 @@ class Updates:
             stack.callback(register_optimizer_step_pre_hook(before).remove)
             stack.callback(register_optimizer_step_post_hook(after).remove)
             stack.enter_context(megatron.around_steps("step_with_ready_grads", before_megatron, after_megatron))
+            engine = getattr(self.job.model, "outer", None)
+            if engine is not None and (zero := deepspeed.zero_optimizer(engine)) is not None:
+                step, groups = zero.step, deepspeed.groups_of(zero)
+                params = [param for group in groups for param in group]
+
+                def zero_step(*args: Any, **kwargs: Any) -> None:
+                    self.before_step(zero.optimizer, groups, params, engine.gradient_clipping())
+                    step(*args, **kwargs)
+                    self.after_step(params)
+
+                stack.enter_context(mock.patch.object(zero, "step", zero_step))
             yield
 
     def compare(self) -> list[Comparison]:
