@@ -292,7 +292,7 @@ class _Steps:
         factor: float = 1.0,
         flows: bool = False,
     ) -> tuple[Errors, float]:
-        """Compare tensors that both runs have, in this order.
+        """Compare tensors in this order. Return the comparisons, and the error that is explained in tensors after them.
 
         Args:
             kind: Name of the table; 'rows' for outputs with a sign for each local row.
@@ -302,9 +302,6 @@ class _Steps:
             explained: Larger error that is explained in one tensor.
             factor: Factor of the second run's tensors.
             flows: True if an allowed error of a tensor explains errors of later ones.
-
-        Returns:
-            The comparisons by name, and the error that is explained in tensors after them.
         """
         a, b = tables
         by_rows = kind == "rows"

@@ -88,13 +88,8 @@ def _row_weights(length: int, device: torch.device, dtype: torch.dtype) -> Tenso
 def of_rows(tensor: Tensor, *, width: int | None = None, columns: tuple[Tensor, Tensor] | None = None) -> Sketch:
     """Sketch an output, or the gradient at one. Sketches of other rows or columns add up.
 
-    Args:
-        tensor: This rank's part, [..., columns].
-        width: Number of columns of the full tensor; None if this rank has all of them.
-        columns: Indices of this rank's columns in the full tensor, and here; None for all columns.
-
-    Returns:
-        The sketch. It has no digest, because another pass over large tensors costs time.
+    `columns` are the indices of this rank's columns in the full tensor, of `width` columns, and here. There is no
+    digest, because another pass over large tensors costs time.
     """
     rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
     width = rows.shape[1] if width is None else width
@@ -113,14 +108,10 @@ def of_rows(tensor: Tensor, *, width: int | None = None, columns: tuple[Tensor, 
 def of_part(
     flat: Tensor, first: int, place: GlobalSlice, *, is_gradient: bool = False, factor: float = 1.0
 ) -> list[Sketch]:
-    """Sketch a range of the flattened elements of a parameter, or of its gradient. Sketches of all parts add up.
+    """Sketch the elements [first, first + len(flat)) of a flattened parameter, or of its gradient, by boxes.
 
-    Args:
-        flat: The elements [first, first + len(flat)) of the local tensor, contiguous.
-        first: Index of the first element.
-        place: Position of the local tensor in the full one.
-        is_gradient: True to estimate the number of elements that are smaller than TINY, and not 0; False for a digest.
-        factor: Factor that the elements still lack.
+    Sketches of all parts add up. For a gradient, the elements smaller than TINY that are not 0 are counted; `factor` is
+    the factor that it still lacks. Other tensors get a digest.
     """
     strides = row_strides(place.local_shape)
     found = []
