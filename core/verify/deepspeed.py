@@ -53,7 +53,7 @@ def gathered(params: Sequence[Any]) -> Iterator[None]:
 
 def stores_gradient(param: Any) -> bool:
     """True if ZeRO stores a parameter's gradient in its own buffers."""
-    return hasattr(param, "ds_id") or getattr(param, "_hp_mapping", None) is not None
+    return hasattr(param, "ds_id") or hasattr(param, "get_full_hp_grad")
 
 
 def zero_optimizer(outer: nn.Module) -> Any:

@@ -55,7 +55,7 @@ from core.verify.structure import (
     with_state,
 )
 from core.verify.torch_model import TorchLoopJob, some_world, unwrapped
-from core.verify.unsplit import unsplit_structure
+from core.verify.unsplit import is_changed, unsplit_structure
 from core.verify.updates import Updates, watched_updates, with_updates
 
 UNCOPYABLE = (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, AssertionError)
@@ -239,7 +239,7 @@ class ProgramWatch:
         """Record the structure of a model, unless it cannot be copied."""
         try:
             is_sharded = _has_dtensors(model)
-            is_derived = is_sharded or is_engine(wrapper)
+            is_derived = is_changed(model) or is_engine(wrapper)
             self.structures.append(unsplit_structure(model) if is_derived else structure_of(model))
             if is_sharded:
                 self.split.append(structure_of(model))  # not possible after `fully_shard`, which needs none

@@ -195,13 +195,13 @@ class Reference:
         return self._shared(lambda model: Expected(0.0, None, values(model))).grads
 
     def _build(self, reference_fn: ModelFn, job: Job, weights: dict[str, Tensor]) -> None:
-        self.model = self._full_model(reference_fn, job).to(self.dtype)
+        self.model = _cast(self._full_model(reference_fn, job), self.dtype)
         load_full_weights(self.model, weights)
         if self.starts and not self.starts[0]:
             self.starts = [start_of(self.model)] * self.data_ranks
         self.casts = job.model.computes_in
         if self.casts or any(weights[name].dtype != self.dtype for name, _ in self.model.named_parameters()):
-            self.low = self._full_model(reference_fn, job).to(job.model.dtype)
+            self.low = _cast(self._full_model(reference_fn, job), job.model.dtype)
             for name, param in self.low.named_parameters():
                 param.data = param.data.to(self.casts or weights[name].dtype)
             load_full_weights(self.low, weights)
@@ -435,3 +435,8 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, (tuple, list)):
         return type(first)(_joined([part[i] for part in parts]) for i in range(len(first)))
     return first
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a model's real tensors; `Module.to` would drop the imaginary part of complex ones, such as rotary tables."""
+    return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -430,6 +430,12 @@ def _slices(module: nn.Module, placed: Mapping[str, DTensor], groups: ProcessGro
         found[name] = replace(found[name], shape=tuple(param.shape), **_boxes(name, param))
     mine = {name: (place.name, place.boxes) for name, place in found.items()}
     everyone = agree.gather(mine, None, "the parts of the parameters")
+    names = [{name for name, _ in parts.values()} for parts in everyone.values()]
+    if isinstance(groups, MeshPlaces) and not set.intersection(*names):
+        raise ValueError(
+            "the ranks have no parameter in common, as stages of torch.distributed.pipelining. Stages are compared "
+            "under PipelineRunner and Megatron Core's schedules only; check the program with one stage"
+        )
     before = {part for rank in range(dist.get_rank()) for part in everyone[rank].values()}
     return {name: replace(place, replica=int(mine[name] in before)) for name, place in found.items()}
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from core.groups.global_names import TRANSPARENT
 from core.verify.deepspeed import full_shape
 
 # Packages whose hooks and forwards gather, split, or convert tensors, and so have no place in one process.
@@ -20,11 +20,19 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 STATE = "__composable"  # prefix of the keys under which `fully_shard` stores its state in a module
 
 
+def is_changed(model: nn.Module) -> bool:
+    """True if torch.distributed or a framework has changed a model's parameters or modules in place."""
+    return any(isinstance(param, DTensor) or hasattr(param, "ds_id") for param in model.parameters()) or any(
+        type(part).__module__.startswith(DISTRIBUTING) or _inside(part) is not part for part in model.modules()
+    )
+
+
 def unsplit_structure(model: nn.Module) -> nn.Module:
     """Copy a model without the changes that `fully_shard` and tensor parallelism have made to its modules.
 
     A program usually has no function that builds the model without splitting it. DTensors know their full shapes, and
-    `fully_shard` keeps the original class of every module, so the unsplit model can be derived from a rank's part.
+    `fully_shard` and `replicate` put a class in front of a module's own, so the unsplit model can be derived from a
+    rank's part.
 
     Returns:
         The copy. Parameters have full shapes and are on the meta device; buffers have values.
@@ -36,15 +44,22 @@ def unsplit_structure(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         if isinstance(buffer, DTensor):
             memo[id(buffer)] = buffer.full_tensor()
-    parts = list(model.modules())
+    parts = [part for part in model.modules() if _inside(part) is part]
     for part in parts:
-        kinds: Any = type(part).__mro__  # `fully_shard` puts its class in front of the module's own
-        kind = kinds[kinds.index(FSDPModule) + 1] if isinstance(part, FSDPModule) else kinds[0]
+        kinds: Any = [kind for kind in type(part).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module]
+        kind = next((kind for kind in kinds if not kind.__module__.startswith(DISTRIBUTING)), kinds[0])
         memo[id(part)] = kind.__new__(kind)
         memo |= {id(value): value for value in vars(part).values() if isinstance(value, DeviceMesh)}
+    memo |= {id(part): memo[id(_inside(part))] for part in model.modules()}
     for part in parts:
         vars(memo[id(part)]).update(copy.deepcopy(_own_state(part), memo))
     return memo[id(model)]
+
+
+def _inside(part: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of activation checkpoints and torch.compile, which names leave out."""
+    inner = next((part._modules[name] for name in TRANSPARENT if part._modules.get(name) is not None), None)
+    return part if inner is None else _inside(inner)
 
 
 def _own_state(part: nn.Module) -> dict[str, Any]:

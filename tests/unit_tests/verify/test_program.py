@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -123,15 +124,29 @@ def train(
         optimizer.step()
 
 
+class Turned(nn.Linear):
+    """Linear layer whose outputs a complex table turns, as rotary embeddings do."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("table", torch.polar(torch.ones(outputs // 2), torch.arange(outputs / 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(super().forward(x).unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * self.table).flatten(-2)
+
+
 def wrapped_by(kind: str) -> Any:
     torch.manual_seed(4)
     model = Net()
     if kind == "DDP of torch":
         return nn.parallel.DistributedDataParallel(model)
-    if kind in ("fully_shard", "fully_shard in bf16"):
+    if kind.startswith("fully_shard"):
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = mixed if kind.endswith("bf16") else MixedPrecisionPolicy()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        if kind.endswith("recomputed"):
+            model.up = checkpoint_wrapper(Turned(6, 8))
         fully_shard(model.up, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh, mp_policy=policy)
     options: dict[str, Any] = {"data_parallel_sharding_strategy": kind}
@@ -139,7 +154,14 @@ def wrapped_by(kind: str) -> Any:
     return DistributedDataParallel(None, config, model)
 
 
-KINDS = ("no_shard", "optim_grads_params", "DDP of torch", "fully_shard", "fully_shard in bf16")
+KINDS = (
+    "no_shard",
+    "optim_grads_params",
+    "DDP of torch",
+    "fully_shard",
+    "fully_shard in bf16",
+    "fully_shard, rotated and recomputed",
+)
 
 
 @ranks(2)
@@ -295,6 +317,10 @@ def test_what_is_not_known_is_asked_for(rank: int, world: int) -> None:
     lonely.lock = threading.Lock()  # cannot be copied
     with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="--whole module:function"):
         train(lonely)
+    stage = nn.Sequential()
+    stage.add_module(f"stage{rank}", Net())
+    with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="torch.distributed.pipelining"):
+        train(stage, forward=lambda x, y: mean_loss(stage, x, y))
     parallel_state.initialize_model_parallel(2)
     split = declare_splits(Net(), {"up.*": 0, "down.weight": 1})  # the attributes do not tell how to build it unsplit
     with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="--whole module:function"):
