@@ -17,7 +17,7 @@ from pathlib import Path
 
 from core.verify.place import ALLOWANCE, Measured, Row, Where, in_any_layer, judge, quoted
 from core.verify.record.file import TABLES, Entry, RecordedRun, RecordedStep, ranges, read_recording
-from core.verify.record.sketches import LINEAR, ORDERED, ROWS
+from core.verify.record.sketches import LINEAR, ROWS
 from core.verify.report import wrong_by_layer
 
 Table = Mapping[str, Entry]
@@ -211,19 +211,11 @@ class _Steps:
         where = _where(names, outputs, at, grads, wrong)
         if where.forward is None and where.backward is None and not wrong:
             return None
-        # Sums over rows do not change with their order. Signs by rows do, if both runs distribute rows equally.
-        order = ""
-        rows, _ = self._measure("rows", (one, two), names, cost, flows=True)
-        by_rows = _where(names, rows, at, grads, wrong)
-        if by_rows.forward not in (None, _module(names[0])) and names[0] in rows:
-            places = [row.module for row in where.rows]
-            if where.forward is None or places.index(by_rows.forward) < places.index(where.forward):
-                where, order = by_rows, ", in its rows or their order"
         title = f"step {self.number}, {'gradient' if where.forward is None else 'output'}:"
         if where.forward is not None:
             row = next(row for row in where.rows if row.module == where.forward)
             earlier = [r.module for r in where.rows[: where.rows.index(row)] if r.outputs]
-            line = f"the output of {quoted(where.forward)} differs{order}, {_size(row.outputs[0])}; right before it: "
+            line = f"the output of {quoted(where.forward)} differs, {_size(row.outputs[0])}; right before it: "
             line += quoted(earlier[-1]) if earlier else "nothing"
             return Comparison(self.number, "output", where.forward, (f"{title} {line}",), where)
         a, b = self.tables["grads"]
@@ -295,7 +287,7 @@ class _Steps:
         """Compare tensors in this order. Return the comparisons, and the error that is explained in tensors after them.
 
         Args:
-            kind: Name of the table; 'rows' for outputs with a sign for each local row.
+            kind: Name of the table.
             tables: Both runs' entries.
             names: Tensors, in order.
             cost: Error that rounding explains in all of them.
@@ -304,12 +296,11 @@ class _Steps:
             flows: True if an allowed error of a tensor explains errors of later ones.
         """
         a, b = tables
-        by_rows = kind == "rows"
-        names = [n for n in names if _comparable(a.get(n), b.get(n)) and not (by_rows and a[n].rows != b[n].rows)]
+        names = [name for name in names if _comparable(a.get(name), b.get(name))]
         largest = max((_rms(a[name]) for name in names), default=0.0)
         found: Errors = {}
         for name in names:
-            error = _difference(a[name], b[name], factor, self.noise * largest * math.sqrt(a[name].numel), by_rows)
+            error = _difference(a[name], b[name], factor, self.noise * largest * math.sqrt(a[name].numel))
             self.is_equal = self.is_equal and a[name] == b[name]
             key = kind, in_any_layer(name)
             own = (explained or {}).get(name, 0.0)
@@ -418,7 +409,7 @@ def _comparable(a: Entry | None, b: Entry | None) -> bool:
     return a is not None and b is not None and a.numel == b.numel and a.width == b.width >= 0
 
 
-def _difference(a: Entry, b: Entry, factor: float = 1.0, floor: float = 0.0, by_rows: bool = False) -> float:
+def _difference(a: Entry, b: Entry, factor: float = 1.0, floor: float = 0.0) -> float:
     """Estimate the norm of the difference of two tensors relative to their norm, or to `floor` if that is larger."""
     x, y = a.numbers, b.numbers
     if x == y and factor == 1.0:
@@ -429,13 +420,11 @@ def _difference(a: Entry, b: Entry, factor: float = 1.0, floor: float = 0.0, by_
     def apart(part: slice, factor: float) -> float:
         return _root_mean_square([right / factor - left for left, right in zip(x[part], y[part], strict=True)])
 
-    if by_rows:
-        return apart(ORDERED, factor) / (max(_norm(a), _norm(b), floor) or 1.0)
     size = max(_size_of(a), _size_of(b) / factor, floor)
     if not size:
         return 0.0
     squares = apart(slice(0, 1), factor**2)
-    if x[ROWS] and y[ROWS]:
+    if a.width > 0 and x[ROWS] and y[ROWS]:
         squares = max(squares, apart(ROWS, factor**2))
     return max(apart(LINEAR, factor), squares / (2 * size)) / size
 

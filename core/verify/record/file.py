@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FILE_NAME = "record.jsonl"  # in the directory of a run
-VERSION = 1
+VERSION = 2
 # Arguments of the model; outputs by module, in the order of forward, and gradients there; weights before the step (in
 # the file only if the step before it is not recorded); gradients of the parameters; weights after the step.
 TABLES = ("data", "outputs", "gradients", "before", "grads", "after")
@@ -25,17 +25,16 @@ class Entry(NamedTuple):
 
     numel: int
     width: int
-    rows: int
     digest: int
     numbers: tuple[float, ...]
 
 
 def added(entries: Collection[Entry]) -> Entry:
     """Return the entry of all parts."""
-    numels, widths, rows, digests, numbers = zip(*entries, strict=True)
+    numels, widths, digests, numbers = zip(*entries, strict=True)
     width = widths[0] if len(set(widths)) == 1 else -2
     sums = tuple(map(sum, zip(*numbers, strict=False)))
-    return Entry(sum(numels), width, max(rows), sum(digests) % 2**64, sums)
+    return Entry(sum(numels), width, sum(digests) % 2**64, sums)
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class RecordedStep:
     def line(self) -> str:
         """Return the step as a line of the file."""
         tables = {
-            table: {name: [*row[:4], base64.b64encode(array("d", row.numbers)).decode()] for name, row in rows.items()}
+            table: {name: [*row[:3], base64.b64encode(array("d", row.numbers)).decode()] for name, row in rows.items()}
             for table, rows in self.tables.items()
             if rows
         }
@@ -124,8 +123,8 @@ def read_recording(path: Path) -> RecordedRun:
 def _step(read: dict[str, Any]) -> RecordedStep:
     tables = {
         table: {
-            name: Entry(numel, width, rows, digest, tuple(array("d", base64.b64decode(numbers))))
-            for name, (numel, width, rows, digest, numbers) in read.get(table, {}).items()
+            name: Entry(numel, width, digest, tuple(array("d", base64.b64decode(numbers))))
+            for name, (numel, width, digest, numbers) in read.get(table, {}).items()
         }
         for table in TABLES
     }

@@ -3,7 +3,7 @@
 The random signs of an element depend only on its position in the full tensor, so every split gives the same sums. They
 do not depend on the tensor's name, so recordings with other names can be compared. GlobalSlice has the position of each
 element of a parameter. An output has positions for its columns only, because data ranks, microbatches and context
-parallelism distribute rows in many ways. Signs by local rows are comparable if both runs distribute rows equally.
+parallelism distribute rows in many ways.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from core.checkpoint.global_slices import GlobalSlice
 from core.verify.record.file import Entry
 
 PROJECTIONS = 8  # the estimate of a difference's norm is right within a factor of 2 or so
-# Numbers of an entry: sum of squares, projections; then for outputs projections with a sign for each local row, and
-# unless columns are split, sums over rows of their squared projections; for gradients the number of tiny elements.
+# Numbers of an entry: sum of squares, projections; then for outputs whose columns are not split sums over rows of their
+# squared projections; for gradients the number of tiny elements.
 LINEAR = slice(1, 1 + PROJECTIONS)
-ORDERED = slice(1 + PROJECTIONS, 1 + 2 * PROJECTIONS)
-ROWS = slice(1 + 2 * PROJECTIONS, 1 + 3 * PROJECTIONS)
+ROWS = slice(1 + PROJECTIONS, 1 + 2 * PROJECTIONS)
 SAMPLED = 4096  # elements of a box among which tiny ones are counted
 TINY = 1e-3  # times the root mean square of a gradient: rounding may decide the sign of such an element
 
@@ -38,7 +37,6 @@ class Sketch(NamedTuple):
         pieces: The sums on the tensor's device; norms instead of sums of squares.
         numel: Number of elements.
         width: Length of the full last dimension of an output; 0 for a part of a parameter, -1 for integers.
-        rows: Number of local rows of an output.
         digest: Sum of the bits of a weight or of integers, a 0-dim int64 tensor that wraps around.
         factor: Factor that a gradient still lacks.
     """
@@ -46,7 +44,6 @@ class Sketch(NamedTuple):
     pieces: tuple[Tensor, ...]
     numel: int
     width: int
-    rows: int = 0
     digest: Tensor | None = None
     factor: float = 1.0
 
@@ -63,9 +60,10 @@ def entries_of(sketches: Sequence[Sketch]) -> list[Entry]:
         mine = numbers[start:end]
         mine[: LINEAR.stop] = [number * sketch.factor for number in mine[: LINEAR.stop]]
         mine[:1] = [number * number for number in mine[:1]]
-        mine[ROWS] = [number * number for number in mine[ROWS]]
+        if sketch.width > 0:
+            mine[ROWS] = [number * number for number in mine[ROWS]]
         digest = 0 if sketch.digest is None else next(bits)
-        entries.append(Entry(sketch.numel, sketch.width, sketch.rows, digest, tuple(mine)))
+        entries.append(Entry(sketch.numel, sketch.width, digest, tuple(mine)))
         start = end
     return entries
 
@@ -75,13 +73,6 @@ def signs(length: int, dim: int, device: torch.device, dtype: torch.dtype) -> Te
     """Return the signs of one dimension, [length, PROJECTIONS] of +1 and -1, the same on all machines and versions."""
     bits = np.random.PCG64((length, dim)).random_raw(length)[:, None] >> np.arange(PROJECTIONS, dtype=np.uint64)
     return torch.from_numpy((bits & np.uint64(1)).astype(np.float32) * 2 - 1).to(device, dtype)
-
-
-@functools.lru_cache(maxsize=64)
-def _row_weights(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the weights of local rows in both projections: 1, and a random sign, [2, length]."""
-    sign = signs(length, 1, device, dtype)[:, 0]
-    return torch.stack([torch.ones_like(sign), sign])
 
 
 @torch.no_grad()
@@ -98,10 +89,10 @@ def of_rows(tensor: Tensor, *, width: int | None = None, columns: tuple[Tensor, 
     wide = _wide(rows)
     sign = signs(width, 0, wide.device, wide.dtype)
     projected = wide @ (sign if columns is None else sign[columns[0].to(wide.device)])  # [rows, PROJECTIONS]
-    pieces = [torch.linalg.vector_norm(wide), _row_weights(len(rows), wide.device, wide.dtype) @ projected]
+    pieces = [torch.linalg.vector_norm(wide), projected.sum(0)]
     if columns is None:  # squares of parts of a row do not add up to the square of the row
         pieces.append(torch.linalg.vector_norm(projected, dim=0))
-    return Sketch(tuple(pieces), rows.numel(), width, len(rows))
+    return Sketch(tuple(pieces), rows.numel(), width)
 
 
 @torch.no_grad()
@@ -125,7 +116,7 @@ def of_part(
             some = wide.reshape(-1)[:: max(1, box.numel // SAMPLED)].abs()
             tiny = (some <= norm * (TINY / math.sqrt(box.numel))).sum() - (some == 0).sum()
             pieces.append(tiny * (box.numel / some.numel()))
-        found.append(Sketch(tuple(pieces), box.numel, 0, 0, None if is_gradient else _digest(values), factor))
+        found.append(Sketch(tuple(pieces), box.numel, 0, None if is_gradient else _digest(values), factor))
     return found
 
 

@@ -27,7 +27,7 @@ from core.verify.record import compare_recordings, record_with
 from core.verify.record.compare import main
 from core.verify.record.file import added, read_recording
 from core.verify.record.program import record_program
-from core.verify.record.sketches import LINEAR, ORDERED, PROJECTIONS, ROWS, Sketch, entries_of, of_part, of_rows, signs
+from core.verify.record.sketches import LINEAR, PROJECTIONS, ROWS, Sketch, entries_of, of_part, of_rows, signs
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import make_net
 
@@ -61,7 +61,7 @@ def test_a_sketch_of_rows_does_not_depend_on_who_has_which() -> None:
         torch.testing.assert_close(halves[some], whole[some])
     columns = [(torch.arange(8)[start::2], torch.arange(4)) for start in (0, 1)]
     parts = numbers_of(*(of_rows(full[..., there], width=8, columns=(there, here)) for there, here in columns))
-    torch.testing.assert_close(parts, whole[: ORDERED.stop])
+    torch.testing.assert_close(parts, whole[: LINEAR.stop])
 
 
 def data_of(step: int, world: int) -> tuple[Tensor, Tensor]:
