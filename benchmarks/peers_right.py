@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import right_deepspeed, right_trainers
+from benchmarks import right_deepspeed, right_torchtitan, right_trainers
 from benchmarks.right_megatron import Layout, on_this_device, report_of
 from core.verify import GradientReport, WrongGradientError, verify_with
 from core.verify.rank_pool import RankFailure, RankPool
@@ -93,6 +93,7 @@ PROGRAMS: dict[str, dict[str, Callable[[], GradientReport]]] = {
         "ep 2, distributed optimizer": partial(_megatron_report, Layout(ep=2, sharded=True)),
     },
     "DeepSpeed": {str(loop): partial(right_deepspeed.report_of, loop) for loop in right_deepspeed.RIGHT},
+    "torchtitan": {str(loop): partial(right_torchtitan.report_of, loop) for loop in right_torchtitan.RIGHT},
     "accelerate": _of_trainers("accelerate"),
     "Transformers": _of_trainers("Trainer"),
     "TRL": _of_trainers("SFTTrainer"),

@@ -150,7 +150,7 @@ def _train(program: Zero) -> None:
 
 
 def _leave_out_reductions_of_norms(optimizer: Any) -> None:
-    """Let each rank clip by the norm of its own partition."""
+    """Let each rank clip by its partition's norm."""
     step = optimizer.step
 
     def step_by_own_norm(*args: Any, **kwargs: Any) -> None:

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks import peers_right
 from benchmarks.arms import all_arms
@@ -88,7 +91,14 @@ def test_right_loops_of_torch_are_equal_and_a_wrong_one_is_named(rank: int, worl
         net[2].weight.register_hook(lambda grad: 2 * grad)
         return torch.nn.parallel.DistributedDataParallel(net)
 
-    wrong = {"torch": {"doubled": lambda: peers_right._torch_report(doubled)}}
-    with mock.patch.object(peers_right, "PROGRAMS", wrong):
-        answer, why = peers_right.answer_on_rank("torch", "doubled")
-    assert answer == "wrong" and why.startswith("2.weight: "), why
+    def apart() -> torch.nn.Module:
+        """Shard over a mesh that lacks the dimension of the replicas, as a parallelizer of experts once did."""
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+        model: torch.nn.Module = fully_shard(peers_right._net(), mesh=mesh["dp_shard"])
+        return model
+
+    for build, words in ((doubled, "2.weight: "), (apart, "0.weight: ")):
+        wrong = {"torch": {"wrong": partial(peers_right._torch_report, build)}}
+        with mock.patch.object(peers_right, "PROGRAMS", wrong):
+            answer, why = peers_right.answer_on_rank("torch", "wrong")
+        assert answer == "wrong" and why.startswith(words), why
