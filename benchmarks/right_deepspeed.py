@@ -61,8 +61,8 @@ WRONG = {
     Zero(3, 2, fault="norm"): "norm.weight",
     Zero(2, 2, fault="boundary"): "microbatches count",
     Zero(2, 2, fault="other rate"): "lr=0.05",
-    Zero(1, 1, 0.05, fault="norm of a rank"): "all parameters",
-    Zero(2, 1, 0.05, fault="norm of a rank"): "all parameters",
+    Zero(1, 1, 0.05, fault="norm of a rank"): "the optimizer clips by a gradient norm of",
+    Zero(2, 1, 0.05, fault="norm of a rank"): "the optimizer clips by a gradient norm of",
 }
 
 
