@@ -35,7 +35,6 @@ from core.pipeline_parallel.forward_backward import DrawingStep
 from core.verify import megatron
 from core.verify.also_seen import dropped_by
 from core.verify.asked import Asked, asked_by, execute, function_named
-from core.verify.deepspeed import is_engine
 from core.verify.gathered import kept
 from core.verify.loop import StepCheck, loss_of_call
 from core.verify.losses import Noted, is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages, with_captured
@@ -235,12 +234,11 @@ class ProgramWatch:
             self.schedules = Schedules(self)
             self.until_end.enter_context(self.schedules.watched())
 
-    def keep(self, model: nn.Module, wrapper: nn.Module | None = None) -> None:
+    def keep(self, model: nn.Module) -> None:
         """Record the structure of a model, unless it cannot be copied."""
         try:
             is_sharded = _has_dtensors(model)
-            is_derived = is_changed(model) or is_engine(wrapper)
-            self.structures.append(unsplit_structure(model) if is_derived else structure_of(model))
+            self.structures.append(unsplit_structure(model) if is_changed(model) else structure_of(model))
             if is_sharded:
                 self.split.append(structure_of(model))  # not possible after `fully_shard`, which needs none
         except UNCOPYABLE:
@@ -318,7 +316,7 @@ class ProgramWatch:
             job = TorchLoopJob(model, loss, before=before)
         job.per_token = job.per_token or weighted
         if isinstance(job, TorchLoopJob) and (not job.model.is_split or _has_dtensors(job.torch_model.module)):
-            self.keep(job.torch_model.module, wrapper=model)
+            self.keep(job.torch_model.module)
         return ProgramCheck(self, job, module=job.model.chunks[0].module)
 
     def _pipeline_check(self, runner: PipelineRunner, microbatches: Sequence[Any]) -> ProgramCheck:

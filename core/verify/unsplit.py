@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from core.groups.global_names import TRANSPARENT
-from core.verify.deepspeed import full_shape
+from core.verify.deepspeed import full_shape, stores_gradient
 
 # Packages whose hooks and forwards gather, split, or convert tensors, and so have no place in one process.
 DISTRIBUTING = ("torch.distributed", "torchtitan.distributed", "transformers.distributed", "deepspeed")
@@ -22,7 +22,7 @@ STATE = "__composable"  # prefix of the keys under which `fully_shard` stores it
 
 def is_changed(model: nn.Module) -> bool:
     """True if torch.distributed or a framework has changed a model's parameters or modules in place."""
-    return any(isinstance(param, DTensor) or hasattr(param, "ds_id") for param in model.parameters()) or any(
+    return any(isinstance(param, DTensor) or stores_gradient(param) for param in model.parameters()) or any(
         type(part).__module__.startswith(DISTRIBUTING) or _inside(part) is not part for part in model.modules()
     )
 

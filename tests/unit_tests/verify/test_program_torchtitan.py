@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from benchmarks.right_torchtitan import RIGHT, RIGHT_OF_4, WRONG, Titan, report_of
 from tests.unit_tests.ranks import ranks
 
-pytest.importorskip("torchtitan")
-pytestmark = pytest.mark.nightly
+is_absent = importlib.util.find_spec("torchtitan") is None  # an import needs triton, which the trainer leaves out
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(is_absent, reason="torchtitan is not installed")]
 
 
 @ranks(2)
