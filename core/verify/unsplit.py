@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from core.groups.global_names import TRANSPARENT
@@ -46,8 +47,10 @@ def unsplit_structure(model: nn.Module) -> nn.Module:
             memo[id(buffer)] = buffer.full_tensor()
     parts = [part for part in model.modules() if _inside(part) is part]
     for part in parts:
-        kinds: Any = [kind for kind in type(part).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module]
-        kind = next((kind for kind in kinds if not kind.__module__.startswith(DISTRIBUTING)), kinds[0])
+        kinds: Any = [kind for kind in type(part).__mro__ if issubclass(kind, nn.Module)]
+        kind = next(kind for kind in kinds if not kind.__module__.startswith(DISTRIBUTING))
+        if kind is nn.Module and not isinstance(part, FSDPModule):  # a class of torch.distributed, or a bare container
+            kind = kinds[0]
         memo[id(part)] = kind.__new__(kind)
         memo |= {id(value): value for value in vars(part).values() if isinstance(value, DeviceMesh)}
     memo |= {id(part): memo[id(_inside(part))] for part in model.modules()}
