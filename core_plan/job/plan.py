@@ -58,7 +58,8 @@ class JobPlan:
 def plan_job(config: JobConfig, world_size: int) -> JobPlan:
     """Check all sizes against each other. Raise ConfigError with the arithmetic of the first that does not fit."""
     parallel, run, model = config.parallel, config.run, config.model
-    _check_options(config)
+    check_numbers(config)
+    check_run(config)
     grid = check_ranks(parallel, world_size)
     check_model(config)
     instances = config.ddp.num_distributed_optimizer_instances
@@ -153,12 +154,6 @@ def _check_the_rest(config: JobConfig) -> None:
         schedule_numbers(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _check_options(config: JobConfig) -> None:
-    """Check each option alone, and the requirements of checkpoints."""
-    check_numbers(config)
-    check_run(config)
 
 
 def check_run(config: RunConfig) -> None:

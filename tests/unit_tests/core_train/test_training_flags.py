@@ -80,10 +80,8 @@ def outcome(arguments: list[str]) -> str:
 SECTIONS = [field.name for field in dataclasses.fields(JobConfig)]
 
 
-@pytest.mark.parametrize(
-    "section",  # the engine checks ddp while flags are read; what the others share with files is tried below
-    [pytest.param(section, marks=[] if section == "ddp" else [pytest.mark.nightly]) for section in SECTIONS],
-)
+@pytest.mark.nightly  # the values are tried in a file below, and a flag's refusal by its name further below
+@pytest.mark.parametrize("section", SECTIONS)
 def test_every_odd_value_of_a_flag_is_refused_in_one_line_by_name_or_means_something(section: str) -> None:
     wrong = []
     tried = 0
