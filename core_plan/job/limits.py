@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from numbers import Real
 
 from core.distributed.distributed_data_parallel_config import RANGES as DDP_RANGES
@@ -11,7 +10,7 @@ from core.number_ranges import POSITIVE, Range, check_ranges, whole
 from core.optimizer.optimizer_config import RANGES as OPTIMIZER_RANGES
 from core.transformer.expert_config import EXPERT_RANGES
 from core.transformer.transformer_config import RANGES as MODEL_RANGES
-from core_plan.job.config import AXIS_OPTIONS, RunConfig
+from core_plan.job.config import AXIS_OPTIONS, JobConfig
 from core_plan.job.errors import ConfigError
 
 SIZE = whole(1, 2**31 - 1)  # far above what any machine holds, and small enough to look for divisors
@@ -51,9 +50,9 @@ RANGES: dict[str, dict[str, Range]] = {
 }
 
 
-def check_numbers(config: RunConfig, sections: Mapping[str, Mapping[str, Range]] = RANGES) -> None:
-    """ConfigError for the first number outside its range, by its flag."""
-    for section, ranges in sections.items():
+def check_numbers(config: JobConfig) -> None:
+    """Raise ConfigError for the first number outside its range, with its flag."""
+    for section, ranges in RANGES.items():
         try:
             check_ranges(getattr(config, section), ranges, functools.partial(flag, section))
         except ValueError as error:
