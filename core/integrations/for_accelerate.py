@@ -66,7 +66,7 @@ class AcceleratorParts(Base):
     # -- prepare ----------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's; an optimizer may come before its model."""
+        """Prepare objects as accelerate does. An optimizer may be prepared before its model."""
         places = sorted(range(len(args)), key=lambda place: not isinstance(args[place], nn.Module))
         placement = None if device_placement is None else [device_placement[place] for place in places]
         prepared = super().prepare(*(args[place] for place in places), device_placement=placement)
@@ -140,7 +140,7 @@ class AcceleratorParts(Base):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> Any:
-        """As accelerate's; where gradients are sharded, of all parameters of one optimizer at once. Collective."""
+        """Clip gradients as accelerate does. Collective. Sharded ones need all parameters of an optimizer."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         optimizer = self._sharded_optimizer(params, "clip_grad_norm_")
         if optimizer is None:
@@ -149,7 +149,7 @@ class AcceleratorParts(Base):
         return optimizer.clip(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """As accelerate's; where gradients are sharded, of all parameters of one optimizer at once. Collective."""
+        """Clip gradients as accelerate does. Collective. Sharded ones need all parameters of an optimizer."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         optimizer = self._sharded_optimizer(params, "clip_grad_value_")
         if optimizer is None:
@@ -202,7 +202,7 @@ class AcceleratorParts(Base):
         return super().get_state_dict(model, unwrap)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """As accelerate's, from a folder of `save_state`. Collective. ValueError for `load_model`'s options."""
+        """Load a folder of `save_state`. Collective. Raises ValueError for options of `load_model`."""
         if self.use_distributed and set(options) - {"map_location"}:
             raise ValueError(
                 f"load_state was given {', '.join(sorted(options))}, which speak to safetensors' load_model; our "

@@ -47,7 +47,7 @@ class TrainerParts(Base):
         return for_accelerate.derived()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Transformers' does, with our Accelerator in the place of accelerate's."""
+        """Create the Accelerator as Transformers does, from `accelerator_class`."""
         import transformers.trainer
 
         def ours(*, kwargs_handlers: list[Any], **options: Any) -> Any:
@@ -85,7 +85,7 @@ class TrainerParts(Base):
             return super()._get_num_items_in_batch(batch_samples, device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Transformers' does. Collective: every rank calls it, and the first one writes."""
+        """Save as Transformers does. Collective: every rank must call it; the first one writes."""
         wrapped = self.model_wrapped
         if not isinstance(wrapped, DistributedDataParallel):
             super().save_model(output_dir, _internal_call)

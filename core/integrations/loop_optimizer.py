@@ -85,7 +85,7 @@ class LoopOptimizer(AdoptedOptimizer):
             MegatronOptimizer._update(self, step, factors)
 
     def record_step(self, *, skipped: bool) -> None:
-        """Leave word for schedulers, which look whether the torch optimizer has stepped."""
+        """Mark the torch optimizer as stepped, because LR schedulers warn if it was not."""
         super().record_step(skipped=skipped)
         self.user._opt_called = True
 

@@ -57,7 +57,7 @@ class LayoutAcceleratorParts(AcceleratorParts):
         self.boosted_optimizer: Any = None
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's; the ranks of a replica get the same batches."""
+        """Prepare a loader as accelerate does. The ranks of a replica get the same batches."""
         with _dealt_to(self.plugin.data_rank(), self.plugin.data_size()):
             return super().prepare_data_loader(*args, **kwargs)
 
@@ -85,14 +85,14 @@ class LayoutAcceleratorParts(AcceleratorParts):
             token_scores.score_tokens(model, scores)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As accelerate's; a pipeline has computed its gradients with the loss. Collective after a step's last one."""
+        """Run backward. A pipeline has already computed gradients with the loss. Collective after a step's last one."""
         if self.boosted is None:
             super().backward(loss, **kwargs)
         elif self.plugin.pp_size == 1:
             self.booster.backward(loss, self.boosted_optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As accelerate's, of all parameters of the split model at once. Collective."""
+        """Clip the gradients of all parameters of the split model. Collective. Returns the norm before clipping."""
         if self.boosted is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         given = {id(param) for param in parameters if param.requires_grad}
@@ -157,7 +157,7 @@ class LayoutParts(Base):
         return super().accelerator_class() if self.plugin is None else _accelerator_class()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Transformers' does."""
+        """Create the Accelerator as Transformers does, and the plugin's groups."""
         super().create_accelerator_and_postprocess()
         if self.plugin is not None:
             self.accelerator.lay_out(self.plugin)
@@ -183,7 +183,7 @@ class LayoutParts(Base):
             return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
 
     def _boost(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[HybridParallelModel, Any]:
-        """In place of `accelerator.prepare`. Collective over the world."""
+        """Split the model. Replaces `accelerator.prepare`. Collective over the world."""
         boosted, prepared = self.accelerator.boost(model, optimizer)
         boosted.gathers_logits = _computes_of_logits(self)
         self.model = boosted.unwrap()
@@ -192,7 +192,7 @@ class LayoutParts(Base):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As Transformers'. With stages the batch goes through the pipeline, forward and backward. Collective then."""
+        """Compute the loss as Transformers does; with stages, run the batch through the pipeline. Collective then."""
         if self.plugin is None or self.plugin.pp_size == 1 or self.boosted is None:
             averages = self.args.average_tokens_across_devices and not _loss_ignores_items(self)
             with mock.patch.object(self.args, "average_tokens_across_devices", averages):
@@ -213,7 +213,7 @@ class LayoutParts(Base):
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """As Transformers'. With stages there is the loss alone."""
+        """Evaluate a batch as Transformers does. With stages only the loss is returned."""
         if self.plugin is None or self.plugin.pp_size == 1 or self.boosted is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         from accelerate.utils import send_to_device
@@ -297,7 +297,7 @@ def check_layout(plugin: HybridParallelPlugin, trainer_class: type, arguments: A
 
 
 def _check_given(plugin: HybridParallelPlugin, given: dict[str, Any]) -> None:
-    """ValueError for arguments of Trainer that a split model cannot serve."""
+    """Raise ValueError for arguments of Trainer that a split model cannot serve."""
     if given.get("ddp_config") is not None:
         raise ValueError(
             "Trainer got both ddp_config and plugin; drop ddp_config, and set the sharding with the plugin's zero_stage"
@@ -322,7 +322,7 @@ def _has_own_loss(owner: type) -> bool:
 
 
 def _check_arguments(plugin: HybridParallelPlugin, arguments: Any) -> None:
-    """ValueError for training arguments that a split model cannot serve."""
+    """Raise ValueError for training arguments that a split model cannot serve."""
     refused = {
         "bf16": "give the plugin precision='bf16'",
         "fp16": "give the plugin precision='fp16'",
@@ -341,7 +341,7 @@ def _check_arguments(plugin: HybridParallelPlugin, arguments: Any) -> None:
 
 
 def _check_loss(plugin: HybridParallelPlugin, trainer: Any) -> None:
-    """ValueError for options of TRL's SFTTrainer whose loss is not the model's own, over stages."""
+    """Raise ValueError for a loss of TRL's SFTTrainer that a pipeline does not compute."""
     if plugin.pp_size > 1 and getattr(trainer.args, "loss_type", "nll") != "nll":
         raise ValueError(f"SFTConfig(loss_type={trainer.args.loss_type!r}) with pp_size={plugin.pp_size}: {LOSS}")
     if plugin.pp_size > 1 and getattr(trainer, "aux_loss_enabled", False):
@@ -349,7 +349,7 @@ def _check_loss(plugin: HybridParallelPlugin, trainer: Any) -> None:
 
 
 def _check_loader(loader: Any, replicas: int) -> None:
-    """ValueError for rows that are dealt to ranks, if the ranks of one replica need the same ones."""
+    """Raise ValueError for a loader that gives the ranks of one replica different rows."""
     sampler: Any = getattr(loader, "sampler", None)
     if getattr(sampler, "num_replicas", replicas) != replicas:
         raise ValueError(

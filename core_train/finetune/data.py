@@ -42,13 +42,12 @@ def _read(names: Sequence[str], flag: str) -> Any:
         place = {"path": str(path.parent), "data_files": path.name} if path.is_file() else {"path": str(path)}
         try:
             rows = datasets.load_dataset(**place, split="train")
+            old = {"instruction", "input", "output", "system", "conversations"} & set(rows.column_names)
+            if {"instruction", "output"} <= old or "conversations" in old:
+                rows = rows.map(_as_chat, remove_columns=sorted(old))
         except Exception as error:  # datasets and pyarrow have many, and the cause says most
             reason = one_line(error.__cause__ or error) + how_to_download(name, "dataset")
             raise ConfigError(f"{flag} {name} cannot be read: {reason}") from error
-        old = {"instruction", "input", "output", "system", "conversations"} & set(rows.column_names)
-        if {"instruction", "output"} <= old or "conversations" in old:
-            with refusing(f"{flag} {name}"):
-                rows = rows.map(_as_chat, remove_columns=sorted(old))
         parts.append(rows)
     with refusing(f"{flag} {', '.join(names)}"):
         return datasets.concatenate_datasets(parts) if parts else None

@@ -75,7 +75,7 @@ def check(config: TuneConfig, world: int) -> Any:
 def plugin_of(given: Arguments) -> MoeHybridParallelPlugin:
     """Create the plugin of a job. Raises ConfigError if options contradict each other."""
     options = given.options
-    with refusing("the layout"):
+    with refusing("--tp, --pp, --ep, --sp and --sp_mode"):
         return MoeHybridParallelPlugin(
             tp_size=options.tp,
             pp_size=options.pp,
