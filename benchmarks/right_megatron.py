@@ -73,6 +73,7 @@ def on_this_device() -> Iterator[None]:
         if not torch.cuda.is_available():
             stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
             stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *device: None))
+            stack.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda *device: None))
             tracker = stock(".tensor_parallel.random").CudaRNGStatesTracker
             fork = mock.patch.object(tracker, "fork", lambda self, name=None: contextlib.nullcontext())
             stack.enter_context(fork)

@@ -159,6 +159,12 @@ def stepped(optimizer: Any) -> list[tuple[Any, list[list[Any]]]]:
     return found
 
 
+def gathers_later(optimizer: Any) -> bool:
+    """True if an optimizer's step leaves the gathering of its weights to the next forward."""
+    options = [getattr(each, "ddp_config", None) for each in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return any(getattr(each, "overlap_param_gather", False) for each in options)
+
+
 def _wrappers(outer: nn.Module) -> list[Any]:
     return [part for part in outer.modules() if is_wrapper(part) and hasattr(part, "ddp_config")]
 

@@ -152,6 +152,8 @@ class Updates:
                 self.after_step([param for group in optimizer.param_groups for param in group["params"]])
 
         def before_megatron(optimizer: Any) -> None:
+            if megatron.gathers_later(optimizer):
+                self.stopped = "overlap_param_gather gathers them in the next forward; set it to False for the check"
             # Another rank may step the only shard of a parameter, so this is about all of the model's.
             for inner, groups in megatron.stepped(optimizer):
                 self.before_step(inner, groups, list(self.params.values()), optimizer.config.clip_grad)

@@ -13,8 +13,10 @@ import pytest
 FOLDERS = Path(tempfile.gettempdir()) / f"gradient-core-peers-{os.getuid()}-py{sys.version_info.minor}"
 
 
-def peer(*requirements: str) -> Path:
-    """A directory with these packages and none that they need. Skips if they cannot be had.
+def peer(*requirements: str, python: str = "") -> Path:
+    """Return a directory with these packages, without their dependencies; skip if they cannot be installed.
+
+    `python` is the version that the wheels are for, if it is not this interpreter's.
 
     The ranks of a test may ask at once: the first that has installed everything names the directory.
     """
@@ -23,6 +25,7 @@ def peer(*requirements: str) -> Path:
         FOLDERS.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDERS) as made:
             command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", made, *requirements]
+            command += ["--only-binary=:all:", "--ignore-requires-python", "--python-version", python] if python else []
             done = subprocess.run(command, capture_output=True, text=True, timeout=240)
             if done.returncode:
                 pytest.skip(f"{' '.join(requirements)} cannot be installed: {done.stderr.strip()[-200:]}")

@@ -26,7 +26,7 @@ def arguments() -> argparse.Namespace:
     for axis in ("tp", "pp", "cp", "ep"):
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--loss", default="mean", choices=("mean", "masked", "per token", "smoothed"))
-    for flag in ("sharded", "tied", "gathered", "sinks", "without-attention", "no-data"):
+    for flag in ("sharded", "overlap", "tied", "gathered", "sinks", "without-attention", "no-data"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--fault", default="")
     return parser.parse_args()
@@ -125,11 +125,17 @@ def main() -> None:
     for name, param in model.named_parameters() if options.sinks else ():  # trained alone
         param.requires_grad_(name.endswith("softmax_offset"))
     sharded = options.sharded
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=sharded, bucket_size=2000)
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=sharded, overlap_grad_reduce=options.overlap, bucket_size=2000,
+        overlap_param_gather=options.overlap,
+    )  # fmt: skip
     ddp = DistributedDataParallel(model.config, settings, model)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=0.01, clip_grad=0.1, use_distributed_optimizer=sharded), [ddp]
-    )
+        OptimizerConfig(
+            optimizer="adam", lr=0.01, clip_grad=0.1, use_distributed_optimizer=sharded,
+            overlap_param_gather=options.overlap,
+        ), [ddp]
+    )  # fmt: skip
     break_it(options.fault, ddp)
     data = batches(options)
     for step in range(4):

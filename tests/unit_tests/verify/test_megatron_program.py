@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,11 @@ from benchmarks.right_megatron import OnTheCPU, on_this_device
 from core.verify.asked import asked_by
 from core.verify.program import run_program
 from tests.unit_tests.core_compat.test_megatron_stock import stock
+from tests.unit_tests.peers import peer
 from tests.unit_tests.ranks import ranks
 
 pytestmark = pytest.mark.nightly
+ROOT = Path(__file__).parents[3]
 PROGRAM = str(Path(__file__).with_name("megatron_train.py"))
 SHARDED, NO_ATTENTION = ("--sharded",), ("--cp", "2", "--without-attention")
 STEPS = ("--steps", "2")
@@ -28,6 +33,7 @@ RIGHT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dp 2, distributed optimizer": (STEPS, SHARDED),
     "dp 2, a loss per token": ((), ("--loss", "per token", *SHARDED)),
     "dp 2, a masked loss": ((), ("--loss", "masked")),
+    "dp 2, overlapped": (STEPS, ("--overlap", *SHARDED)),
     "tp 2": (STEPS, ("--tp", "2")),
     "pp 2, tied embedding": (STEPS, ("--pp", "2", "--tied")),
     "pp 2, distributed optimizer": (STEPS, ("--pp", "2", *SHARDED)),
@@ -80,3 +86,14 @@ def test_a_reported_fault_of_megatron_core_is_found_and_placed(rank: int, world:
 def test_a_forward_step_that_draws_nothing_is_refused_with_advice(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="draws nothing from data_iterator, so its data is not known; draw each"):
         verified((), ("--no-data",))
+
+
+@pytest.mark.timeout(600)
+def test_the_same_programs_run_over_a_later_release() -> None:
+    """0.19.2 has wheels for Python 3.12 only, but its modules load in earlier ones. It imports triton."""
+    release, triton = peer("megatron-core==0.19.2", python="3.12"), peer("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "nightly", __file__]
+    command += ["-k", "gives_no_alarm or found_and_placed"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (release, triton)))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0 and "." * (len(RIGHT) + len(WRONG)) in done.stdout, done.stdout[-3000:] + done.stderr
