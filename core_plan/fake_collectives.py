@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -122,21 +122,26 @@ ADD_PRODUCT = layers.add_product
 @contextmanager
 def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
     """Run layers inside without other ranks, with dropout as on the planned device. `chosen` is as in EvenLoads."""
-    before = token_dispatcher.HOST_COUNTS, ring.pass_on
-    token_dispatcher.HOST_COUNTS, ring.pass_on = EvenLoads(chosen), pass_on
+    replaced: list[tuple[Any, str, Any]] = [
+        (token_dispatcher, "HOST_COUNTS", EvenLoads(chosen)),
+        (ring, "pass_on", pass_on),
+        (ForwardStream, "meets_ranks", False),
+    ]
     if not on_cpu:
-        F.scaled_dot_product_attention, F.dropout, F.rms_norm = attention_of_gpu, dropout_of_gpu, rms_norm_of_gpu
-        layers.add_product = chunked_loss.add_product = add_product_of_gpu
-    ForwardStream.meets_ranks = False
+        replaced += [
+            (F, "scaled_dot_product_attention", attention_of_gpu),
+            (F, "dropout", dropout_of_gpu),
+            (F, "rms_norm", rms_norm_of_gpu),
+            (layers, "add_product", add_product_of_gpu),
+            (chunked_loss, "add_product", add_product_of_gpu),
+        ]
     tracker = get_rng_tracker()
     streams = tracker.get_states()
     unused = RNGState(seed=0, cpu=torch.get_rng_state(), gpu=None)  # no random numbers are drawn without values
-    tracker.set_states({**dict.fromkeys(DROPOUT_STREAMS, unused), **streams})
-    try:
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        stack.callback(tracker.set_states, streams)
+        tracker.set_states({**dict.fromkeys(DROPOUT_STREAMS, unused), **streams})
         yield
-    finally:
-        tracker.set_states(streams)
-        ForwardStream.meets_ranks = True
-        token_dispatcher.HOST_COUNTS, ring.pass_on = before
-        F.scaled_dot_product_attention, F.dropout, F.rms_norm = ATTENTION, DROPOUT, RMS_NORM
-        layers.add_product = chunked_loss.add_product = ADD_PRODUCT

@@ -112,10 +112,6 @@ class PlannedGroup:
         """Count one message."""
         return self.count("send", sum(tensor.nbytes for tensor in tensors))
 
-    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> NoWork:
-        """Count nothing: a receive sends no data."""
-        return NoWork()
-
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
