@@ -1,7 +1,8 @@
 """Gradients of other frameworks' own loops, each layout on 2 ranks compared with one process in fp64.
 
 An answer is `equal`, `wrong` with the first wrong parameter, or `not read` with the reason. `PYTHONPATH` names the
-directory of Megatron Core, or it is installed: `pip install --no-deps --target DIR megatron-core==0.16.1`.
+directory of the frameworks, or they are installed: `pip install --no-deps --target DIR megatron-core==0.16.1`, and
+`torchtitan==0.2.2 torchdata==0.11.0`, and `deepspeed==0.19.8 hjson msgpack py-cpuinfo`.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ PROGRAMS: dict[str, dict[str, Callable[[], GradientReport]]] = {
         "ep 2, distributed optimizer": partial(_megatron_report, Layout(ep=2, sharded=True)),
     },
     "DeepSpeed": {str(loop): partial(right_deepspeed.report_of, loop) for loop in right_deepspeed.RIGHT},
-    "torchtitan": {str(loop): partial(right_torchtitan.report_of, loop) for loop in right_torchtitan.RIGHT},
+    "torchtitan": {str(loop): partial(right_torchtitan.report_of, loop) for loop in right_torchtitan.LAYOUTS},
     "accelerate": _of_trainers("accelerate"),
     "Transformers": _of_trainers("Trainer"),
     "TRL": _of_trainers("SFTTrainer"),

@@ -50,16 +50,12 @@ class Titan:
         words = *(f"{name} {size}" for name, size in sizes.items() if size > 1), "recomputed" * self.recompute
         return ", ".join(filter(None, (*words, self.fault)))
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return self.replicas * self.fsdp * self.tp
-
 
 RIGHT = [
     Titan(fsdp=2), Titan(fsdp=2, parts=2), Titan(fsdp=2, recompute=True), Titan(tp=2), Titan(tp=2, parts=2),
     Titan(tp=2, recompute=True), Titan(tp=2, fault="right gradient of an input"),
 ]  # fmt: skip
+LAYOUTS = [*RIGHT, Titan(replicas=2)]
 RIGHT_OF_4 = [Titan(fsdp=2, tp=2), Titan(replicas=2, fsdp=2)]
 # A loop with a planted mistake, and text that its report contains.
 WRONG = {
