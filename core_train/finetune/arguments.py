@@ -30,10 +30,8 @@ REFUSED = {
     "push_to_hub": "nothing is sent; run hf upload after the run",
     "trust_remote_code": "code of a model's directory is not run; leave it out",
 }
-KEEP_BEST = {  # defaults under --keep_best
-    **{"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "best", "save_total_limit": 2},
-    **{"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False},
-}
+KEEP_BEST: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+KEEP_BEST |= {"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "best", "save_total_limit": 2}
 
 
 def option(default: Any, words: str) -> Any:

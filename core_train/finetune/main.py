@@ -64,6 +64,9 @@ def check(config: TuneConfig, world: int) -> Any:
         return None
     given = read_arguments(config.options, config.words)
     check_writable(Path(given.theirs.output_dir), "--output_dir")
+    resume = given.theirs.resume_from_checkpoint
+    if resume not in (None, "true", "True") and not (Path(resume) / "trainer_state.json").is_file():
+        raise ConfigError(f"--resume_from_checkpoint {resume}: it holds no trainer_state.json; give a checkpoint-N")
     with planned_world(0, world, torch.device("cpu")):
         plugin = plugin_of(given)
     with refusing(f"--task {given.options.task}"):

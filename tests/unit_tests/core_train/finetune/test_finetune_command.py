@@ -47,6 +47,7 @@ REFUSED = [
     (["--eval_data", "nofile"], "--eval_data nofile cannot be read: Couldn't find any data file"),
     (["--report_to", "wandb"], "WandbCallback requires wandb to be installed"),
     (["--output_dir", "/proc/none/out"], "--output_dir /proc/none/out"),
+    (["--resume_from_checkpoint", "none"], "--resume_from_checkpoint none: it holds no trainer_state.json"),
     (["--tp", "3"], "--tp, --pp, --sp, --ep: world_size (2) is not divisible by 3"),
     (["--model", "none"], "--model none: there is no "),
     (["--model", "model", "--tp", "3", "--ranks", "3"], "--model model: "),
