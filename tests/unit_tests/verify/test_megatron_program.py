@@ -1,7 +1,7 @@
 """`python -m core verify` on a program of Megatron Core that does not import us: right layouts, and reported faults.
 
 Faults with a number were reported to Megatron. Those that Megatron Core 0.16.1 has run as they are; those of other
-releases and devices are planted at the same place. `docs/source/verify.md` shows the table.
+releases and devices are planted at the same place. `benchmarks/notebook.md` shows the table.
 """
 
 from __future__ import annotations
