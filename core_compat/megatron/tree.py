@@ -169,8 +169,8 @@ class OptimizerState:
         """Raise ValueError unless this is a loaded state of ``optimizer``."""
         if not self.loaded or self.optimizer is not optimizer:
             raise ValueError(
-                "this optimizer state was not loaded; put optimizer.sharded_state_dict(...), or "
-                "core.checkpoint.OptimizerState(optimizer), into the tree to load, and use the tree that load returns"
+                "this optimizer state was not loaded; put optimizer.sharded_state_dict(...), or an OptimizerState of "
+                "core_compat.megatron.tree, into the tree to load, and use the tree that load returns"
             )
 
 

@@ -44,7 +44,7 @@ class StrictHandling(enum.Enum):
     "-verify_integrity=False process_group=None"
 )
 def load(sharded_state_dict: Any, checkpoint_dir: Any, strict: Any, process_group: Any) -> Any:
-    """Load core.checkpoint.load_tree's tree. Collective.
+    """Load the tree of tree_files.load_tree. Collective.
 
     If ``strict`` returns mismatches, return (tree, keys of the file not requested, requested keys not in the file).
     """
