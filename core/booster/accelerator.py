@@ -10,13 +10,13 @@ from core.groups.agree import backends_of
 
 
 class Accelerator:
-    """Device by torch's name, such as 'cpu', 'cuda', 'cuda:1' or 'mps'.
+    """Device that the Booster trains on, given by its torch name, such as 'cpu', 'cuda', 'cuda:1' or 'mps'.
 
     Args:
         device (str | torch.device): Name of the device, or a torch.device.
 
     Raises:
-        ValueError: If this machine does not have the device.
+        ValueError: If the device is not available on this machine.
     """
 
     def __init__(self, device: str | torch.device) -> None:

@@ -205,8 +205,8 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Zero all gradients and begin a new step.
 
-        Gradients that were not finalized are dropped. With overlap their reduction has already begun, so after a
-        backward either every rank or no rank may drop the step.
+        Gradients that were not finalized are dropped. With overlap enabled their reduction has already started, so
+        after a backward pass the ranks must either all drop the step or all keep it.
         """
         with attributes_alone():
             self.reducer.discard()

@@ -28,11 +28,11 @@ FIELDS = (*KINDS, *CONTROL_GROUPS)
 
 
 class ProcessGroups:
-    """Process groups of one rank.
+    """The process groups that a rank belongs to.
 
     The fields are the kinds of ``core.groups.rank_grid`` and the control groups (dp_gloo, ...). Pass any of them by
-    keyword; an unknown name raises ValueError. A missing field is ``None``, and ``require`` raises an error with its
-    name. ``core.parallel_state.ProcessGroupCollection`` adds Megatron's interface.
+    keyword; an unknown name raises ValueError. A missing field is ``None``, and ``require`` raises an error that
+    names it. ``core.parallel_state.ProcessGroupCollection`` adds the Megatron interface.
 
         groups = ProcessGroups(dp=data_group, dp_cp=data_group, tp=tensor_group)
         groups.size("tp"), groups.rank("dp_cp"), groups.require("pp")

@@ -27,11 +27,11 @@ COMMON = (
 
 
 class ChainedOptimizer(MegatronOptimizer):
-    """Combines optimizers over different model chunks so that they share one norm, one decision to step, and one loss
-    scale.
+    """Combines optimizers over different model chunks, so that they share a gradient norm and a loss scale, and step or
+    skip together.
 
     ``get_megatron_optimizer`` already covers dense and expert parameters of all chunks. A chain is for models with
-    different configurations, such as an encoder that learns slowly and a decoder:
+    different configurations, such as a slow-learning encoder paired with a faster decoder:
 
         first = get_megatron_optimizer(slow, [encoder])
         optimizer = ChainedOptimizer([first, get_megatron_optimizer(fast, [decoder])])

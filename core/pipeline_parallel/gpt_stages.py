@@ -63,8 +63,8 @@ def wrap_stages(
 ) -> list[DistributedDataParallel]:
     """Wrap each stage in ``DistributedDataParallel``. Collective over each stage's ranks.
 
-    Only the chunk that backward reaches last gets several buckets. The other chunks' gradients are not on the critical
-    path, because the rest of the step hides the reduction of their single bucket.
+    Only the chunk that backward reaches last is split into several buckets. The other chunks each use one, whose
+    reduction overlaps with the rest of the step.
 
     Args:
         config: Model configuration.

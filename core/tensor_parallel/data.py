@@ -25,7 +25,7 @@ def broadcast_data(
 
     Args:
         keys (Sequence[str]): Names of the tensors to send.
-        data (Mapping[str, Tensor]): The batch. Only read on the first rank.
+        data (Mapping[str, Tensor]): The batch. Read only on the first rank.
         datatype (torch.dtype): Dtype of all tensors.
         tp_group (ProcessGroup, optional): Tensor-parallel group. Defaults to the group of ``parallel_state``.
 
@@ -33,7 +33,7 @@ def broadcast_data(
         The tensors by name, on every rank.
 
     Raises:
-        ValueError: On all ranks, if a tensor has another dtype.
+        ValueError: On all ranks, if the dtype of any tensor differs from ``datatype``.
     """
     group = resolve_groups(None).tp if tp_group is None else tp_group
     given: Any = data if group_rank(group) == 0 else None

@@ -174,7 +174,7 @@ def get_rng_tracker() -> RNGStatesTracker:
 def model_parallel_manual_seed(seed: int, pg_collection: ProcessGroups | None = None) -> None:
     """Seed all random streams of this process; see Note [Random streams] at the top of this file.
 
-    The call does not communicate, and removes streams seeded before.
+    Discards any previously seeded streams. Does not communicate.
 
     Args:
         seed (int): The job's seed, the same on every rank.

@@ -10,11 +10,11 @@ from core.context_parallel import positions_on_rank
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by position-dependent angles. It has no parameters.
+    """Rotates queries and keys by position-dependent angles; has no learnable parameters.
 
     Args:
-        head_size (int): Channels of a head.
-        base (float, optional): Base of the angles.
+        head_size (int): Number of channels per head.
+        base (float, optional): Base of the rotary frequencies.
         cp_size (int, optional): Context-parallel size.
         cp_rank (int, optional): Context-parallel rank, which determines this rank's positions.
     """

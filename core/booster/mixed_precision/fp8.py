@@ -21,11 +21,11 @@ FIRST_CAPABILITY = (8, 9)  # the first CUDA generation that multiplies 8-bit flo
 class FP8MixedPrecision(MixedPrecision):
     """Runs every nn.Linear whose sizes are multiples of 16 in fp8, with one scale per tensor computed at each call.
 
-    Activations and weights are e4m3, and output gradients are e5m2. Sums use the hardware's accumulator, and results
-    are bf16.
+    Activations and weights are e4m3, and output gradients are e5m2. Accumulation uses the hardware's native
+    precision, and results are bf16.
 
     Raises:
-        RuntimeError: If this machine cannot multiply 8-bit floats.
+        RuntimeError: If the hardware does not support matrix products of 8-bit floats.
     """
 
     def __init__(self) -> None:

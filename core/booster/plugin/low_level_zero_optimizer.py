@@ -199,7 +199,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Update the parameters, or skip the step on all ranks if a gradient on any rank overflowed. Collective.
 
-        Raises TypeError if there is a closure.
+        Raises TypeError if a closure is passed.
         """
         if any(argument is not None for argument in (*args, *kwargs.values())):
             raise TypeError("step() takes no closure: its backward would come after the gradients were reduced")

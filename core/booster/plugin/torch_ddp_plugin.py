@@ -133,7 +133,7 @@ class TorchDDPPlugin(DPPluginBase):
         return True
 
     def no_sync(self, model: nn.Module, optimizer: Any = None) -> AbstractContextManager[None]:
-        """Return torch's context in which forward and backward reduce nothing.
+        """Return a context manager that disables gradient reduction in forward and backward, as torch's ``no_sync``.
 
         Args:
             model (Module): The boosted model, which may have been wrapped further.

@@ -47,7 +47,8 @@ class ParamPredicate:
     """Named condition on a parameter, for ``ParamKey``.
 
     Attributes:
-        name: Name. Predicates with equal names are equal keys, even if their functions differ.
+        name: Identifies the predicate. Two predicates with the same name are equal as keys, even if their functions
+            differ.
         fn: Returns True for parameters that match.
     """
 
