@@ -36,7 +36,8 @@ def wrong_norm(norm: float, squares: Mapping[int, Mapping[str, float]]) -> str:
     if abs(norm - right) <= CLOSE * right:
         return ""
     excess = norm**2 - right**2
-    modules = sorted({*names, *(outer for name in names for outer in around(name))} - {""}, key=len, reverse=True)
+    found = {*names, *(outer for name in names for outer in around(name))} - {""}
+    modules = sorted(found, key=lambda module: (-len(module), module))
     causes = [text for module in modules if (text := _explained(module, excess, squares))]
     return (
         f"the optimizer clips by a gradient norm of {norm:.6g}, and the gradients, which are right, have {right:.6g}"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from core import parallel_state
+from core.verify.norms import wrong_norm
 from core.verify.program import Asked, ProgramWatch
 from core.verify.report import GradientReport
 from tests.unit_tests.ranks import ranks
@@ -57,3 +58,17 @@ def test_parts_of_two_batches_over_context_parallelism_are_named(rank: int, worl
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     report = report_of(parts_of_two_batches())
     assert "ranks 0 and 1 hold parts of a sequence that were cut from different batches" in str(report)
+
+
+def test_a_wrong_norm_names_what_it_counts_too_often_or_leaves_out() -> None:
+    """Squares of two ranks: 'a' is split, 'b' counts on rank 0; the right norm is 5."""
+    squares = {0: {"layers.*.a": 4.0, "layers.*.b": 12.0}, 1: {"layers.*.a": 9.0}}
+    assert wrong_norm(5.0, squares) == ""
+    for square, words in (
+        (16.0, "of 'layers.*.a' only the part of rank 0 counts"),
+        (13.0, "'layers.*.b' is left out"),
+        (49.0, "'layers.*.b' counts 3 times"),
+        (50.0, "'layers.*' counts 2 times"),
+    ):
+        assert wrong_norm(square**0.5, squares).endswith(f"have 5: {words}")
+    assert wrong_norm(5.5, squares).endswith("which are right, have 5")
