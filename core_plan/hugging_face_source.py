@@ -344,10 +344,10 @@ def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one
         tp=config.tp, pp=config.pp, cp=config.cp, ep=config.ep, vpp=config.vpp, layers_per_stage=config.layers_per_stage
     )
     schedule = parallel.schedule_name
-    grid = check_ranks(parallel, world_size)
+    grid, num_layers = check_ranks(parallel, world_size), config.num_layers
     try:
         layout = plan_pipeline(
-            config.num_layers,
+            num_layers,
             config.pp,
             schedule=schedule,
             chunks=config.vpp if config.vpp > 1 else None,
