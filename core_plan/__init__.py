@@ -1,6 +1,6 @@
 """Plans of runs: memory, time and layouts of any number of ranks, from the code that trains, before anything runs.
 
-Names are imported when they are first used. A job imports its configuration from `core_plan.job`, and each of its
+Names are imported when they are first used. A job imports its configuration from ``core_plan.job``, and each of its
 processes would otherwise load the planner, and with it every model, before it starts.
 """
 

@@ -61,8 +61,8 @@ def in_order(found: Iterable[Candidate]) -> list[Candidate]:
 class Candidate:
     """A layout with its plan.
 
-    `reason` says why it is worse than the first candidate, and `flags` are the options that change the configuration
-    given to `advise` into this one; `advise` sets both.
+    ``reason`` says why it is worse than the first candidate, and ``flags`` are the options that change the
+    configuration given to ``advise`` into this one; ``advise`` sets both.
     """
 
     choice: Choice
@@ -89,14 +89,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """Result of `advise`.
+    """Result of ``advise``.
 
     Attributes:
         candidates: Layouts with their plans, best first, each with different axis sizes; empty if no layout fits.
         considered: Number of layouts that can be built.
         planned: Number of layouts that were planned. The bounds of all others are above those that are shown.
-        fewest: Smallest number of ranks on which a layout fits, as found by `Search.fewest`.
-        notes: Sentences: the rank of the layout given as `compare`, and why the search ended early.
+        fewest: Smallest number of ranks on which a layout fits, as found by ``Search.fewest``.
+        notes: Sentences: the rank of the layout given as ``compare``, and why the search ended early.
     """
 
     candidates: list[Candidate]
@@ -142,8 +142,9 @@ def advise(
         ranks: Number of ranks.
         device: Name of a known device, the path of a device file, or a Device.
         most: Number of layouts to return.
-        fixed: Sizes to keep: axes by name (`tp`, `dp`, ...), `micro`, `zero`, and `recompute`, which must be 1.
-        compare: Sizes of a layout, in the form of `fixed`. The advice reports the place of the best layout with them.
+        fixed: Sizes to keep: axes by name (``tp``, ``dp``, ...), ``micro``, ``zero``, and ``recompute``, which must be
+            1.
+        compare: Sizes of a layout, in the form of ``fixed``. The advice reports the place of the best layout with them.
         progress: Called with a line when the search begins, and for each layout that is the best so far.
 
     Returns:
@@ -194,7 +195,7 @@ class Row(NamedTuple):
 
 
 class Search:
-    """Search over the layouts of one model. Its arguments are those of `advise`."""
+    """Search over the layouts of one model. Its arguments are those of ``advise``."""
 
     def __init__(
         self,
@@ -229,7 +230,7 @@ class Search:
     def rows(self, ranks: int, *, smallest: bool = False) -> list[Row]:
         """Return the layouts that can be built on a number of ranks, in the order of their bounds.
 
-        Microbatches are doubled until the work of one needs more than a rank's memory. If `smallest` is True, only
+        Microbatches are doubled until the work of one needs more than a rank's memory. If ``smallest`` is True, only
         layouts that may need least memory are returned, least first: the smallest microbatches, one stage per rank,
         and no parts of layers recomputed.
         """
@@ -271,7 +272,7 @@ class Search:
                 return
 
     def _known(self, choice: Choice, run: Run) -> dict[Any, PartFigures]:
-        """Return the known figures of layers that are split as in `choice`."""
+        """Return the known figures of layers that are split as in ``choice``."""
         fuses = getattr(run.source.config, "gradient_accumulation_fusion", False) and run.ddp.shards_gradients
         dp = run.grid.dp if self.sizes.experts is not None else 1  # a router's loss may be reduced over it
         return self._figures.setdefault((choice.split, choice.micro, dp, fuses), {})
@@ -300,7 +301,7 @@ class Search:
     def best(self, rows: Sequence[Row], ranks: int, most: int, until_s: float = 0.0) -> list[Candidate]:
         """Return the best layout of each set of axis sizes, best first.
 
-        Layouts are planned until no bound is below the slowest of the `most` best, nor below `until_s` seconds. A
+        Layouts are planned until no bound is below the slowest of the ``most`` best, nor below ``until_s`` seconds. A
         layout takes the first of SHARDINGS that fits, and those that are returned first are planned with all of them.
         """
         found: dict[tuple[int, ...], Candidate] = {}
@@ -393,7 +394,7 @@ class Search:
         return f"{name} does not fit: the layout that holds least would hold {held} of {room}"
 
     def why_none(self, ranks: int) -> str:
-        """Explain why no layout of `ranks` can be built, and name a number of ranks that has one.
+        """Explain why no layout of ``ranks`` can be built, and name a number of ranks that has one.
 
         Raises:
             ConfigError: If planning itself reports the reason.
@@ -418,7 +419,7 @@ class Search:
     def fewest(self, ranks: int) -> int | None:
         """Return the smallest number of ranks on which a layout fits.
 
-        Divisors of `ranks` and powers of two up to MOST_RANKS are tried. None if none of these fits.
+        Divisors of ``ranks`` and powers of two up to MOST_RANKS are tried. None if none of these fits.
         """
         least = 0.0  # bytes of all ranks' states together
         for number in sorted({*divisors(ranks), *(1 << power for power in range(MOST_RANKS.bit_length()))}):

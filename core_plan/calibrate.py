@@ -1,4 +1,4 @@
-"""`python -m core plan calibrate`: measure the current machine and write a device file for plans of runs on it.
+"""``python -m core plan calibrate``: measure the current machine and write a device file for plans of runs on it.
 
 All ranks work at once, as they do in a run. A speed that depends on the size is stored by size: small products are
 slower than large ones, and values that fit into a cache are read faster.
@@ -114,7 +114,7 @@ def calibrate(arguments: Sequence[str]) -> int:
 
 
 class Clock:
-    """Timer of functions that all ranks call. `share` scales the usual measuring time."""
+    """Timer of functions that all ranks call. ``share`` scales the usual measuring time."""
 
     def __init__(self, share: float) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,9 +153,9 @@ def of_all(value: Any) -> list[Any]:
 
 
 def measure(name: str, seconds: float, links: Device | None, *, command: str) -> dict[str, Any]:
-    """Return the content of a device file, measured within `seconds`. Collective over all ranks.
+    """Return the content of a device file, measured within ``seconds``. Collective over all ranks.
 
-    The links are measured, unless those of another device are given. `command` is written into the file's source.
+    The links are measured, unless those of another device are given. ``command`` is written into the file's source.
     """
     clock = Clock(seconds / 60)
     on_gpu, ranks, cores = clock.device.type == "cuda", dist.get_world_size(), available_cores()

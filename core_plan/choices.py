@@ -109,7 +109,8 @@ class Choice(NamedTuple):
 def choices(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[Choice, list[int]]]:
     """Generate (layout, its microbatch sizes), without layouts that arithmetic excludes.
 
-    Sharding and recomputation are left to the caller. `fixed` are the sizes of axes, `dp` or `micro` that are kept.
+    Sharding and recomputation are left to the caller. ``fixed`` are the sizes of axes, ``dp`` or ``micro`` that are
+    kept.
     """
     for tp, pp, cp, dp in axes(model, ranks, fixed):
         if model.batch % dp:
@@ -236,7 +237,7 @@ def _job_with(config: JobConfig, choice: Choice) -> JobConfig:
 def flags_of(config: JobConfig | ModelRun, choice: Choice, *, complete: bool = True) -> str:
     """Return the options that change a configuration into a layout when they are added.
 
-    If `complete` is True, sizes and sharding are among them even if they do not change.
+    If ``complete`` is True, sizes and sharding are among them even if they do not change.
     """
     found: Any = with_choice(config, choice)
     if isinstance(config, ModelRun):

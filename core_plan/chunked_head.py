@@ -1,4 +1,4 @@
-"""ChunkedHead: the chunked loss of `use_chunked_loss` in a planned step of a Hugging Face model.
+"""ChunkedHead: the chunked loss of ``use_chunked_loss`` in a planned step of a Hugging Face model.
 
 Deferred logits and tensors without values are both tensor subclasses that cannot be combined. Here the output layer
 therefore returns its input, and the loss is called with it.
@@ -22,7 +22,7 @@ from core_plan.planned_groups import PlannedGroups
 class ChunkedHead:
     """The output layer of a model, whose output layer and loss it replaces.
 
-    `chunk` is the number of tokens of a chunk in the last forward, or 0 if the layer returned logits.
+    ``chunk`` is the number of tokens of a chunk in the last forward, or 0 if the layer returned logits.
     """
 
     def __init__(self, model: Any, logits_chunk: int | None, groups: PlannedGroups, multiple: int = 1) -> None:
@@ -49,7 +49,7 @@ class ChunkedHead:
         return self.inner.prepared(hidden) if self.chunk else self.inner.whole(hidden)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of the losses of this rank's tokens, from the output of `__call__` and all labels."""
+        """Return the sum of the losses of this rank's tokens, from the output of ``__call__`` and all labels."""
         target = F.pad(labels, (0, 1))[..., 1 : hidden.shape[-2] + 1]
         losses = chunked_cross_entropy(
             *(hidden, self.layer.weight, target, self.chunk),

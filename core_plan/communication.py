@@ -21,7 +21,7 @@ RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Communication:
-    """Communication of one rank over one group in a step. `link` is 'inside' a machine or 'between' machines."""
+    """Communication of one rank over one group in a step. ``link`` is 'inside' a machine or 'between' machines."""
 
     group: str
     collective: str
@@ -67,7 +67,7 @@ def _kind_of_whole(name: str) -> str:
 
 
 def _parts_like(groups: PlannedGroups, name: str, whole: list[int]) -> list[list[int]]:
-    """Return the subgroups of a full group that are groups of the kind `name`."""
+    """Return the subgroups of a full group that are groups of the kind ``name``."""
     if name in ("embd", "pos_embd"):  # each pipeline has one such subgroup
         return [groups.ranks(name)]
     size = groups.size(name)
@@ -78,7 +78,7 @@ def _parts_like(groups: PlannedGroups, name: str, whole: list[int]) -> list[list
 
 
 def _places_of_firsts(grid: RankGrid, tokens: str, expert: bool, ranks_per_machine: int) -> set[int]:
-    """Return the positions, within a machine, of the first rank of each group that spans the axes `tokens`."""
+    """Return the positions, within a machine, of the first rank of each group that spans the axes ``tokens``."""
     places = {0}
     for token in set(grid.axes) - set(parse_tokens(tokens)):
         stride, size = grid.stride(token, expert), grid.size(token, expert)
@@ -197,7 +197,7 @@ def param_gathers(ddp_config: DistributedDataParallelConfig, microbatches: int) 
 
 
 def part_sent(nbytes: int, ranks: int) -> int:
-    """Return the bytes that a rank sends if each rank has an equal part of `nbytes`."""
+    """Return the bytes that a rank sends if each rank has an equal part of ``nbytes``."""
     return nbytes * (ranks - 1) // ranks
 
 

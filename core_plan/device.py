@@ -40,12 +40,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's part of a machine. Read one with `read_device`; measure one with `python -m core plan calibrate`.
+    """One rank's part of a machine. Read one with ``read_device``; measure one with ``python -m core plan calibrate``.
 
     From matmul_sizes on, only measured files have the attributes.
 
     Attributes:
-        name: Name of the device, as in `--device`.
+        name: Name of the device, as in ``--device``.
         about: Description of the machine.
         source: Origin of the figures.
         has_figures: False if only the memory is known.
@@ -67,7 +67,7 @@ class Device:
         optimizer_bandwidth: Bytes per second of the update; 0 uses memory_bandwidth.
         optimizer_bucket_s: Seconds per bucket of an update.
         step_overhead_s: Seconds per step.
-        gradients: Link of gradient reductions within a machine, with the latency of a bucket; None uses `inside`.
+        gradients: Link of gradient reductions within a machine, with the latency of a bucket; None uses ``inside``.
         collectives: By name, (ranks, latency, bytes per second) within a machine.
         communicator_bytes: Bytes of a rank per communicator; None if not measured, and then not counted.
         ranks: Number of ranks measured at once.
@@ -113,20 +113,22 @@ class Device:
         return cls(inside=links["inside"], between=links["between"], gradients=links.get("gradients"), **own)
 
     def matmul_rate(self, dtype: str, flops: float) -> float:
-        """Return the operations per second of a product with `flops` operations. An unknown dtype uses fp32's rate."""
+        """Return the operations per second of a product with ``flops`` operations. An unknown dtype uses fp32's
+        rate.
+        """
         name = dtype if dtype in self.matmul_flops else "float32"
         return rate_at(self.matmul_sizes.get(name, ()), flops) or self.matmul_flops[name]
 
     def attention_rate(self, dtype: str, flops: float) -> float:
-        """Return the operations per second of an attention kernel with `flops` operations."""
+        """Return the operations per second of an attention kernel with ``flops`` operations."""
         return self.attention_flops.get(dtype) or self.matmul_rate(dtype, flops)
 
     def memory_rate(self, nbytes: float) -> float:
-        """Return the bytes per second of an operator that reads and writes `nbytes`."""
+        """Return the bytes per second of an operator that reads and writes ``nbytes``."""
         return rate_at(self.memory_sizes, nbytes) or self.memory_bandwidth
 
     def operator_s(self, name: str, size: float) -> float | None:
-        """Return the seconds of a core for an operator of `size` operations or bytes; None if it was not measured."""
+        """Return the seconds of a core for an operator of ``size`` operations or bytes; None if it was not measured."""
         points = self.operators.get(name)
         if not points:
             return None
@@ -134,7 +136,7 @@ class Device:
         return points[0][1] if size <= points[0][0] else size / rate_at(rates, size)
 
     def link(self, collective: str, ranks: int) -> Link:
-        """Return the link of a collective over `ranks` of one machine."""
+        """Return the link of a collective over ``ranks`` of one machine."""
         points = self.collectives.get(collective)
         if not points:
             return self.inside
@@ -147,11 +149,11 @@ class Device:
         return self.turns / (max(1.0, self.ranks / self.cores) if self.cores else 1.0)
 
     def room(self, ranks: int) -> int:
-        """Return the bytes available to the tensors of one of `ranks`."""
+        """Return the bytes available to the tensors of one of ``ranks``."""
         return self.memory_of(ranks) - self.kept_free(ranks)
 
     def memory_of(self, ranks: int) -> int:
-        """Return the device memory of one of `ranks`, or its share of a machine, in bytes."""
+        """Return the device memory of one of ``ranks``, or its share of a machine, in bytes."""
         return self.memory_bytes // (min(ranks, self.ranks_per_machine) if self.is_host else 1)
 
     def kept_free(self, ranks: int) -> int:
@@ -159,7 +161,7 @@ class Device:
         return int(self.headroom * self.memory_of(ranks))
 
     def shared_by(self, ranks: int) -> Device:
-        """Return the device as seen by one of `ranks` on a host: ranks in excess of cores take turns.
+        """Return the device as seen by one of ``ranks`` on a host: ranks in excess of cores take turns.
 
         Links were measured with ranks that took turns, if there were more ranks than cores.
         """

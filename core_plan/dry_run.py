@@ -1,4 +1,4 @@
-"""Checks of a job on this machine before anything is allocated: `--dry-run`, and refusal of jobs that cannot fit."""
+"""Checks of a job on this machine before anything is allocated: ``--dry-run``, and refusal of jobs that cannot fit."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def dry_run(
 ) -> int:
     """Print the plan of a job on a device, or on this machine, and return the exit status: 0 if it fits, 1 if not.
 
-    `says` is True on the one rank that prints.
+    ``says`` is True on the one rank that prints.
     """
     plan = plan_run(config, ranks, this_machine(options, ranks_here) if device is None else device)
     if says:

@@ -27,7 +27,7 @@ from core.tensor_parallel.random import DROPOUT_STREAMS, RNGState, get_rng_track
 class EvenLoads(HostCounts):
     """Host counts in which every expert gets the same number of tokens.
 
-    `chosen` is the fraction of experts per token.
+    ``chosen`` is the fraction of experts per token.
     """
 
     def __init__(self, chosen: float) -> None:
@@ -121,7 +121,7 @@ ADD_PRODUCT = layers.add_product
 
 @contextmanager
 def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
-    """Run layers inside without other ranks, with dropout as on the planned device. `chosen` is as in EvenLoads."""
+    """Run layers inside without other ranks, with dropout as on the planned device. ``chosen`` is as in EvenLoads."""
     replaced: list[tuple[Any, str, Any]] = [
         (token_dispatcher, "HOST_COUNTS", EvenLoads(chosen)),
         (ring, "pass_on", pass_on),

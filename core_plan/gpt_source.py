@@ -47,7 +47,7 @@ class PassOn(nn.Module):
 
 @dataclass(frozen=True)
 class GptSource:
-    """A GPT with configuration `config` and microbatches of [micro_batch_size, sequence_length] tokens."""
+    """A GPT with configuration ``config`` and microbatches of [micro_batch_size, sequence_length] tokens."""
 
     config: TransformerConfig
     micro_batch_size: int
@@ -92,7 +92,7 @@ class GptSource:
         groups: PlannedGroups,
         ddp: DistributedDataParallelConfig,
     ) -> dict[str | LayerKind, PartFigures]:
-        """Return the figures of the ends, and of the layer kinds among `parts`."""
+        """Return the figures of the ends, and of the layer kinds among ``parts``."""
         found: dict[str | LayerKind, PartFigures] = {}
         kinds = [part for part in dict.fromkeys(parts) if isinstance(part, LayerKind)]
         for recomputed in (False, True):
@@ -138,7 +138,7 @@ class GptSource:
 
 
 def run_of_job(config: JobConfig, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
-    """Create the run of a configuration on `world_size` ranks.
+    """Create the run of a configuration on ``world_size`` ranks.
 
     Raises:
         ConfigError: If it cannot be built. The text has the arithmetic.

@@ -48,7 +48,7 @@ CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_t
 
 
 class PassBy:
-    """Identity forward of a skipped layer. The last type in `given` is the output type of a layer."""
+    """Identity forward of a skipped layer. The last type in ``given`` is the output type of a layer."""
 
     def __init__(self, given: list[type]) -> None:
         self.given = given
@@ -60,7 +60,7 @@ class PassBy:
 
 @dataclass(frozen=True, eq=False)
 class HuggingFaceSource:
-    """A Hugging Face model in the layout and with the options of `run`."""
+    """A Hugging Face model in the layout and with the options of ``run``."""
 
     run: ModelRun
     layout: PipelineLayout
@@ -119,7 +119,7 @@ class HuggingFaceSource:
     # -- contents of a rank ----------------------------------------------------------------------------------------
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
-        """Build the stages of the planned rank on the meta device, split and tagged as by `load_split`."""
+        """Build the stages of the planned rank on the meta device, split and tagged as by ``load_split``."""
         plan, indices = self.plan(groups), layout.stages_of(groups.rank("pp"))
         model = self._copy([number for index in indices for number in layout.stage(index).layer_numbers])
         chunks = [model]
@@ -178,7 +178,7 @@ class HuggingFaceSource:
     def figures(
         self, parts: Sequence[str | int], groups: PlannedGroups, ddp: DistributedDataParallelConfig
     ) -> dict[str | int, PartFigures]:
-        """Return the figures of the ends, and of the layer kinds among `parts`, for one microbatch."""
+        """Return the figures of the ends, and of the layer kinds among ``parts``, for one microbatch."""
         found: dict[str | int, PartFigures] = {}
         if {*parts} != {BETWEEN}:
             numbers = sorted({part for part in parts if isinstance(part, int)}) or self.full.kinds[:1]
@@ -203,7 +203,7 @@ class HuggingFaceSource:
     ) -> dict[str, PartFigures]:
         """Measure a step of some layers.
 
-        `later` selects a stage that begins with the last layer, after other stages.
+        ``later`` selects a stage that begins with the last layer, after other stages.
         """
         family = self.plan(groups).family
         try:
@@ -335,7 +335,7 @@ def _no_documents(position_ids: Any) -> None:
 
 
 def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
-    """Create the run of a Hugging Face model on `world_size` ranks.
+    """Create the run of a Hugging Face model on ``world_size`` ranks.
 
     Raises:
         ConfigError: If it cannot be built. The text has the arithmetic.

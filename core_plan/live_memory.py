@@ -1,6 +1,6 @@
 """LiveMemory: bytes of live tensors while a model runs on tensors without values.
 
-The model's own forward and backward run under `WithoutValues`, in which operators return results of the correct shape
+The model's own forward and backward run under ``WithoutValues``, in which operators return results of the correct shape
 without computing them. Every temporary that a real step would allocate is therefore counted, and no formula repeats the
 code of a layer. The work of each operator is also recorded: its floating-point operations, and the bytes it reads and
 writes.
@@ -98,8 +98,8 @@ def _with_all_heads(args: Any) -> list[Any]:
 class LiveMemory(TorchDispatchMode):
     """Mode that tracks every storage created by an operator until it is freed.
 
-    Tensors with values are tracked while the mode is active, tensors without values inside `WithoutValues.followed_by`.
-    The memory of `known` tensors is not counted.
+    Tensors with values are tracked while the mode is active, tensors without values inside
+    ``WithoutValues.followed_by``. The memory of ``known`` tensors is not counted.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -115,7 +115,7 @@ class LiveMemory(TorchDispatchMode):
             self._follow(tensor, counted=False)
 
     def enter(self, phase: str, part: str) -> None:
-        """Record that `part` runs from now on."""
+        """Record that ``part`` runs from now on."""
         self.place = Phase(phase, part)
         self.peak[self.place] = max(self.peak[self.place], self.live)
 

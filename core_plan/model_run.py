@@ -42,7 +42,7 @@ def known_models() -> list[str]:
 
 @contextmanager
 def as_config_error(what: str, but: type[Exception] = ConfigError) -> Iterator[None]:
-    """Convert any error of transformers inside, except `but`, to a ConfigError with `what` and the first line."""
+    """Convert any error of transformers inside, except ``but``, to a ConfigError with ``what`` and the first line."""
     try:
         yield
     except but:
@@ -80,7 +80,7 @@ def _signature(layer: nn.Module) -> Any:
 
 
 class MetaModel:
-    """A causal model without memory. `recompute` is True if each layer is recomputed in backward."""
+    """A causal model without memory. ``recompute`` is True if each layer is recomputed in backward."""
 
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
         self.configuration = copy.deepcopy(configuration)
@@ -139,7 +139,7 @@ class MetaModel:
 
 @dataclass(frozen=True)
 class ModelRun:
-    """Configuration of a run of a Hugging Face model, as in fine-tuning and `split_model`.
+    """Configuration of a run of a Hugging Face model, as in fine-tuning and ``split_model``.
 
     Attributes:
         model: Path of a config.json, a directory with one, a name in known_models(), or tiny:FAMILY.
@@ -149,13 +149,13 @@ class ModelRun:
         global_batch_size: Sequences of a step.
         optimizer: Options of the optimizer.
         zero: ZeRO stage, 0 to 3.
-        sequence_parallel: A mode of `split_model`.
+        sequence_parallel: A mode of ``split_model``.
         micro_batch_size: Sequences of a microbatch; None for the job's default.
         recompute: True if each layer is recomputed in backward.
         documents: True if position ids are passed with the tokens, as in fine-tuning's packed windows.
         vpp: Stages per rank, under Interleaved1F1B.
         layers_per_stage: Layers of each stage; empty for an even split.
-        logits_chunk: The option of `use_chunked_loss`.
+        logits_chunk: The option of ``use_chunked_loss``.
         make_vocab_size_divisible_by: With tp, each rank's vocabulary rows are padded to a multiple of this.
         use_fp8: True if linear layers multiply in 8 bits, as in plugins.
         adapters: A peft.LoraConfig of the trained adapters; None trains all weights.

@@ -19,7 +19,7 @@ from core.groups.rank_grid import EmbeddingRule, RankGrid, group_ranks
 
 
 class NoWork:
-    """A completed collective. `memory` is held by the backend until the wait."""
+    """A completed collective. ``memory`` is held by the backend until the wait."""
 
     def __init__(self, memory: Tensor | None = None) -> None:
         self.memory = memory
@@ -35,7 +35,7 @@ class NoWork:
 
 
 class Ledger:
-    """Record of the traffic of a planned rank. `over_gloo` is True for ranks on CPU."""
+    """Record of the traffic of a planned rank. ``over_gloo`` is True for ranks on CPU."""
 
     def __init__(self, *, over_gloo: bool) -> None:
         self.over_gloo = over_gloo
@@ -52,7 +52,7 @@ class Sent(NamedTuple):
 
 
 class PlannedGroup:
-    """Replacement for a ProcessGroup of `members`; `member` is the planned rank."""
+    """Replacement for a ProcessGroup of ``members``; ``member`` is the planned rank."""
 
     def __init__(self, kind: str, members: Sequence[int], member: int, ledger: Ledger) -> None:
         self.kind = kind
@@ -131,7 +131,7 @@ class PlannedGroups(ProcessGroups):
         return (0, 1) if group is None else (group.rank(), group.size())
 
     def ranks(self, name: str) -> list[int]:
-        """Return the global ranks of the group `name`, ascending."""
+        """Return the global ranks of the group ``name``, ascending."""
         group: Any = self.require(name)
         return list(group.members)
 
@@ -144,7 +144,7 @@ def planned_groups(
     embedding_ranks: EmbeddingRule | None = None,
     over_gloo: bool = False,
 ) -> PlannedGroups:
-    """Create the groups of `rank` as initialize_model_parallel would. Pure: O(size of the groups)."""
+    """Create the groups of ``rank`` as initialize_model_parallel would. Pure: O(size of the groups)."""
     ledger = Ledger(over_gloo=over_gloo)
     members = group_ranks(grid, rank, num_instances=num_instances, embedding_ranks=embedding_ranks)
     planned: dict[str, Any] = {kind: PlannedGroup(kind, ranks, rank, ledger) for kind, ranks in members.items()}

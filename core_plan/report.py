@@ -32,7 +32,7 @@ def memory_table(memories: Sequence[RankMemory], room: int, headroom: int) -> st
     """Format the bytes by kind at the highest point of a step, one column per rank.
 
     Offloaded bytes come last and use no device memory: they are in files, or with a GPU on the host. A rank may use
-    `room` bytes, and `headroom` bytes more are kept free.
+    ``room`` bytes, and ``headroom`` bytes more are kept free.
     """
     columns = shown(memories)
     head = [f"rank {memory.rank} (stage {', '.join(map(str, memory.stages))})" for memory in columns]
@@ -74,7 +74,7 @@ def _rows_of_parts(columns: Sequence[RankMemory]) -> list[tuple[str, list[str]]]
 
 
 def time_table(time: StepTime, ranks: int, *, on_cpu: bool) -> str:
-    """Format the speed of a step and its seconds by kind. `ranks` is the number of ranks of the job."""
+    """Format the speed of a step and its seconds by kind. ``ranks`` is the number of ranks of the job."""
     each = "rank" if on_cpu else "GPU"
     lines = [
         f"a step takes {time.seconds:.3g} s: {time.tokens_per_s:,.0f} tokens a second; each {each} "

@@ -42,15 +42,15 @@ class Source(Protocol):
         """Return the bytes that one stage sends to the next for a microbatch."""
 
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> Sequence[Any]:
-        """Return the parts of a stage in order: keys of `figures`."""
+        """Return the parts of a stage in order: keys of ``figures``."""
 
     def name_of_layers(self, kind: Any) -> str:
-        """Describe layers of a kind. All other keys of `figures` are already text."""
+        """Describe layers of a kind. All other keys of ``figures`` are already text."""
 
     def figures(
         self, parts: Sequence[Any], groups: PlannedGroups, ddp: DistributedDataParallelConfig
     ) -> Mapping[Any, PartFigures]:
-        """Return the costs of each of `parts` for one microbatch."""
+        """Return the costs of each of ``parts`` for one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def wrapped_plans(run: Run, groups: PlannedGroups) -> list[tuple[nn.Module, Mode
 def parts_of_stages(run: Run, known: dict[Any, PartFigures] | None = None) -> dict[int, list[PartFigures]]:
     """Return the figures of the parts of each pipeline stage. Sent activations are freed when they have arrived.
 
-    `known` are figures of some parts for this run's microbatch, which are not measured again. New ones are added.
+    ``known`` are figures of some parts for this run's microbatch, which are not measured again. New ones are added.
     """
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
     known = {} if known is None else known
@@ -189,7 +189,7 @@ def plan_memory(
     Args:
         run: The run.
         ranks: Ranks to plan; None is one rank of each pipeline position.
-        parts: Result of `parts_of_stages`; None computes it.
+        parts: Result of ``parts_of_stages``; None computes it.
         wrapped: Stages of runs that differ only in microbatches and recomputation. New ones are added.
     """
     ranks = run.first_ranks() if ranks is None else ranks

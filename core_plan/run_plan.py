@@ -109,7 +109,7 @@ class RunPlan:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as numbers for JSON, in bytes and seconds.
 
-        `step` exists only if the device file has figures.
+        ``step`` exists only if the device file has figures.
         """
         ranks = self.run.grid.world_size
         found: dict[str, Any] = {
@@ -189,7 +189,7 @@ def plan_run(config: JobConfig | ModelRun | Path | str, ranks: int, device: str 
     Args:
         config: Configuration of the main job, the path of its TOML file, or a ModelRun of a Hugging Face model.
         ranks: Number of ranks of the job.
-        device: A name of `known_devices`, the path of a device file, or a Device.
+        device: A name of ``known_devices``, the path of a device file, or a Device.
 
     Returns:
         The plan.
@@ -211,7 +211,7 @@ def plan_run(config: JobConfig | ModelRun | Path | str, ranks: int, device: str 
 def plan_of(
     run: Run, device: Device, figures: dict[Any, PartFigures] | None = None, wrapped: Wrapped | None = None
 ) -> RunPlan:
-    """Plan a run. Other runs may share `figures` and `wrapped`, see `parts_of_stages` and `plan_memory`."""
+    """Plan a run. Other runs may share ``figures`` and ``wrapped``, see ``parts_of_stages`` and ``plan_memory``."""
     parts = parts_of_stages(run, figures)
     memories = plan_memory(run, parts=parts, wrapped=wrapped)
     if device.communicator_bytes is not None:

@@ -151,7 +151,7 @@ def _add_buffers(
 
 
 def full_gradients(plan: ModelPlan) -> int:
-    """Return the bytes of full gradients of a chunk, which are in `.grad` if a rank keeps only its shard."""
+    """Return the bytes of full gradients of a chunk, which are in ``.grad`` if a rank keeps only its shard."""
     return sum(
         (slot.end - slot.start) * dtype_named(layout.key.grad_dtype).itemsize
         for layout in plan.layout.buffers
@@ -169,7 +169,7 @@ def _gathered_bytes(
 ) -> int:
     """Return the bytes of unsharded buckets in addition to their shards, including a prefetched bucket.
 
-    `mapped` is True if ranks map each other's shards; then an all-gather copies only buckets in files.
+    ``mapped`` is True if ranks map each other's shards; then an all-gather copies only buckets in files.
     """
     if ddp_config.residency.keeps_params:
         return 0

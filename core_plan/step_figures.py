@@ -66,7 +66,7 @@ def with_more(part: PartFigures, layer: PartFigures, alike: PartFigures) -> Part
 
 
 def layers_in_words(has_experts: bool | None, again: str, of_type: str = "") -> str:
-    """Describe layers of one kind, such as 'expert layers (sliding), computed again'. `again` is '' without that."""
+    """Describe layers of one kind, such as 'expert layers (sliding), computed again'. ``again`` is '' without that."""
     kind = {None: "", False: "dense ", True: "expert "}[has_experts]
     return f"{kind}layers{f' ({of_type})' * bool(of_type)}{f', {again}' * bool(again)}"
 
@@ -79,11 +79,11 @@ def watch_step(
     mode: WithoutValues,
     ddp: DistributedDataParallelConfig,
 ) -> dict[str, PartFigures]:
-    """Measure forward and backward of a model on fake tensors, part by part. Must be called inside `mode`.
+    """Measure forward and backward of a model on fake tensors, part by part. Must be called inside ``mode``.
 
-    Gradients of parameters are accumulated into `.grad`, which is created here as by a wrapper with `ddp`. A part's
+    Gradients of parameters are accumulated into ``.grad``, which is created here as by a wrapper with ``ddp``. A part's
     work therefore includes accumulation in each microbatch: the cast of 16-bit gradients to fp32, or the product that
-    accumulates into `main_grad` directly.
+    accumulates into ``main_grad`` directly.
 
     Args:
         module: The model.
@@ -188,7 +188,7 @@ def _figures(
 
 
 def _storages(value: Any) -> list[weakref.ref[torch.UntypedStorage]]:
-    """Return the storages of tensors in `value` that require a gradient."""
+    """Return the storages of tensors in ``value`` that require a gradient."""
     return [weakref.ref(item.untyped_storage()) for item in tensors_in(value) if item.requires_grad]
 
 
@@ -198,7 +198,7 @@ def _alive(storages: Sequence[weakref.ref[torch.UntypedStorage]]) -> int:
 
 
 def _when_differentiated(value: Any, call: Callable[[], None]) -> None:
-    """Call a function when backward reaches the first tensor in `value` that requires a gradient."""
+    """Call a function when backward reaches the first tensor in ``value`` that requires a gradient."""
     for item in tensors_in(value):
         if item.requires_grad:
             item.register_hook(lambda _: call())

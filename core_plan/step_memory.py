@@ -73,7 +73,7 @@ class StageFigures:
         return cls(saved, saved_by, max(forward, saved), max(saved, *own), whole, *ends)
 
     def backward_of(self, done: int, microbatches: int) -> Highest:
-        """Return the peak of a microbatch's backward, after `done` others in this step."""
+        """Return the peak of a microbatch's backward, after ``done`` others in this step."""
         ends = {0: self.first, microbatches - 1: self.last}
         return ends.get(done, Highest(self.backward, self.whole, len(self.saved_by) - 1))
 
@@ -93,7 +93,7 @@ class HighPoint:
         return sum(self.held.values())
 
     def saved(self, parts: Mapping[int, Sequence[PartFigures]]) -> list[Saved]:
-        """Return the activations by part, in model order; equal layers are combined. `parts` is keyed by stage."""
+        """Return the activations by part, in model order; equal layers are combined. ``parts`` is keyed by stage."""
         counts: Counter[tuple[str, int]] = Counter()
         for stage, count in self.in_flight.items():
             for place, part in enumerate(parts[stage]):
@@ -124,7 +124,7 @@ def memory_along(
         num_stages: Stages of the pipeline.
         microbatches: Microbatches of a step.
         sent_bytes: Bytes that one stage sends the next for a microbatch.
-        arrived: Result of `arrivals`; None if a stage waits for a send before the next forward.
+        arrived: Result of ``arrivals``; None if a stage waits for a send before the next forward.
         sends: Stages that send activations to another rank.
         returns: Stages that send gradients to another rank.
         ahead: Number of receives posted before the action that needs them.

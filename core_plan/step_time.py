@@ -44,8 +44,8 @@ SHARES = {
 class StepTime:
     """Seconds of a step on the slowest pipeline position. The first six, SHARES, add up to the step.
 
-    The bubble is the pipeline's time without the work of its busiest rank. `gradients` are reductions and all-gathers
-    that are not hidden, and the slowdown of arithmetic by hidden ones. Recomputation does not count in `flops_per_s`.
+    The bubble is the pipeline's time without the work of its busiest rank. ``gradients`` are reductions and all-gathers
+    that are not hidden, and the slowdown of arithmetic by hidden ones. Recomputation does not count in ``flops_per_s``.
     """
 
     compute: float

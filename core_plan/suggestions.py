@@ -22,7 +22,7 @@ def single_changes(
 ) -> Iterator[tuple[str, JobConfig | ModelRun, int]]:
     """Yield (flags as text, the changed configuration, ranks) for each option that reduces a rank's memory.
 
-    `micro` is the microbatch size of the configuration.
+    ``micro`` is the microbatch size of the configuration.
     """
     own, sizes = Choice.of(config), Sizes.of(config)
     changed = [own._replace(zero=zero) for zero in range(own.zero + 1, len(STRATEGIES))]
@@ -49,7 +49,7 @@ def single_changes(
 def suggestions_that_fit(
     config: JobConfig | ModelRun, ranks: int, device: Device, most: int = 3
 ) -> list[tuple[str, RunPlan]]:
-    """Return at most `most` (flags, plan) of changes after which a run fits, fastest first.
+    """Return at most ``most`` (flags, plan) of changes after which a run fits, fastest first.
 
     For each option only the first value that fits is returned. More ranks come last, because they cost more than time.
     """

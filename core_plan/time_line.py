@@ -82,7 +82,8 @@ def shared_spans(
 ) -> list[TimedAction]:
     """Return the time of each action if positions share cores: a waiting position releases its core.
 
-    `seconds` are those of a dedicated core, and `slower` returns the slowdown factor for a number of working positions.
+    ``seconds`` are those of a dedicated core, and ``slower`` returns the slowdown factor for a number of working
+    positions.
     """
     done: dict[tuple[str, int, int], float] = {}
     at, now = [0] * len(orders), 0.0

@@ -23,7 +23,7 @@ A_VALUE, PLACES = "aten::_local_scalar_dense", "aten::nonzero"  # operators that
 
 
 class Hollow(Tensor):
-    """A CPU tensor without values. `shadow` is its copy on the meta device, whose views share a storage."""
+    """A CPU tensor without values. ``shadow`` is its copy on the meta device, whose views share a storage."""
 
     shadow: Tensor
 
@@ -48,7 +48,7 @@ class Hollow(Tensor):
 
 
 class WithoutValues(TorchDispatchMode):
-    """Mode in which all new tensors are `Hollow`, and tensors from outside are treated as `Hollow`."""
+    """Mode in which all new tensors are ``Hollow``, and tensors from outside are treated as ``Hollow``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class WithoutValues(TorchDispatchMode):
 
     @contextmanager
     def followed_by(self, live: LiveMemory) -> Iterator[None]:
-        """Record all results in `live` inside this context."""
+        """Record all results in ``live`` inside this context."""
         self.live = live
         try:
             yield
@@ -120,12 +120,12 @@ def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, 
 
 
 def _product_into(*_: Any, out: Tensor, **__: Any) -> Tensor:
-    """Return the result of a product that is written into `out`."""
+    """Return the result of a product that is written into ``out``."""
     return out
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to all values in nested lists, tuples and dictionaries."""
+    """Apply ``change`` to all values in nested lists, tuples and dictionaries."""
     if isinstance(value, (tuple, list)):
         return type(value)(mapped(item, change) for item in value)
     if isinstance(value, dict):
@@ -134,7 +134,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def take_values(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Replace tensors on the meta device by tensors of the active mode, with parameters in `dtype` if it is given.
+    """Replace tensors on the meta device by tensors of the active mode, with parameters in ``dtype`` if it is given.
 
     Tied parameters stay tied.
     """

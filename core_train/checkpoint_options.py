@@ -26,7 +26,7 @@ FREE_MODEL_OPTIONS = frozenset(
 
 
 def check_root(options: CheckpointOptions) -> None:
-    """Raise ConfigError if a new run would save among another run's checkpoints, and delete them under `keep`."""
+    """Raise ConfigError if a new run would save among another run's checkpoints, and delete them under ``keep``."""
     if options.dir is None or options.resume or options.step is not None or not options.dir.exists():
         return
     # Torch's checkpoints take a second to import; the process that starts ranks does without where it need not look.

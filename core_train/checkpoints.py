@@ -142,7 +142,7 @@ class JobCheckpoints:
 
 
 def kept_of(extra: Mapping[str, Any], path: Path, *names: str) -> list[Any]:
-    """Return the job's values in a checkpoint's `extra`.
+    """Return the job's values in a checkpoint's ``extra``.
 
     Raises:
         ConfigError: If another program saved it.

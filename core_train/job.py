@@ -71,7 +71,7 @@ def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
 def on_started_ranks(
     run: Callable[[torch.device], Result], device_name: str, timeout_minutes: int, launch: Launch
 ) -> Result:
-    """Start torch.distributed, call `run` with this rank's device, and tear everything down. Collective."""
+    """Start torch.distributed, call ``run`` with this rank's device, and tear everything down. Collective."""
     device = choose_device(device_name, launch)
     # torchrun keeps one store for all its restarts. Without a name of its own a start would find the addresses that the
     # processes before it have left there.
@@ -116,7 +116,7 @@ def train(
     """Run a job on started ranks. Collective.
 
     One rank of every machine prepares the data, and the others wait for it. If all ranks can write to the run's
-    directory (`keeps`), a checkpoint is saved there unless another place is configured.
+    directory (``keeps``), a checkpoint is saved there unless another place is configured.
     """
     start_groups(config, plan)
     trainer = build_trainer(config, plan, job_tokens(config, prepares_data), device)
@@ -171,7 +171,7 @@ def recorded_steps(trainer: Trainer, directory: Path) -> AbstractContextManager[
 def claim_directory(config: RunConfig, saved: str | None) -> RunDirectory:
     """Create and lock the run's directory on rank 0. Collective: if that fails, all ranks raise the error.
 
-    A resumed run has `saved`, the directory name in its checkpoint.
+    A resumed run has ``saved``, the directory name in its checkpoint.
     """
     parent, name = config.run.directory, config.run.name
     run: RunDirectory | None = None
@@ -204,7 +204,7 @@ def start_groups(config: JobConfig, plan: JobPlan) -> None:
 
 
 def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheckpoints | None = None) -> JobResult:
-    """Run every step, then the validation. Collective; `reporter` is on rank 0 only.
+    """Run every step, then the validation. Collective; ``reporter`` is on rank 0 only.
 
     A stop requested on any rank ends the run after the current step, with a checkpoint and without validation; a stop
     during validation ends it. The reporter writes its files in every case, also after an error.
@@ -255,7 +255,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
 
 
 def profiler_of(file: Path) -> Any:
-    """Return torch's profiler of steps 3 to 5, because the first two allocate. Call `step` after each step."""
+    """Return torch's profiler of steps 3 to 5, because the first two allocate. Call ``step`` after each step."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -39,7 +39,7 @@ DRY_RUN, DEVICE = "--dry-run", "--device"  # plan the job, and start nothing; fo
 
 @dataclass(frozen=True)
 class Command(Generic[Config, Plan]):
-    """A job as a command. All functions but `run` raise ConfigError or MissingExtra."""
+    """A job as a command. All functions but ``run`` raise ConfigError or MissingExtra."""
 
     load: Callable[[list[str]], Config]  # parses arguments
     plan: Callable[[Config, int], Plan]  # returns the sizes on a number of ranks
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(command: Command[Any, Any], argv: Sequence[str] | None) -> int:
     """Run one rank of a job, or start all of them, and return the exit status.
 
-    Under a launcher (torchrun, SLURM) this process is a rank. Otherwise it starts `--run.ranks` ranks on this machine.
+    Under a launcher (torchrun, SLURM) this process is a rank. Otherwise it starts ``--run.ranks`` ranks on this
+    machine.
     """
     with outputs_that_may_go():
         try:
@@ -120,7 +121,7 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
 
 
 def _check_start(command: Command[Any, Any], config: Any, ranks: int, ranks_here: int, *, is_planned: bool) -> Any:
-    """Make every check of a start, for a start and for a dry run, and return the result of `check_places`.
+    """Make every check of a start, for a start and for a dry run, and return the result of ``check_places``.
 
     Places are not checked if only some of the job's ranks are here, because each rank would print the same error.
     """

@@ -29,7 +29,7 @@ def peak_tflops(device_name: str, given: float | None) -> float | None:
 
 
 def peak_of(device: torch.device, dtype: str, given: float | None) -> float | None:
-    """Return the peak of a rank's device for a model in `dtype`, in TFLOP/s. None if it is unknown."""
+    """Return the peak of a rank's device for a model in ``dtype``, in TFLOP/s. None if it is unknown."""
     if given is not None or device.type != "cuda" or dtype not in ("bfloat16", "float16"):
         return given
     return peak_tflops(torch.cuda.get_device_name(device), None)

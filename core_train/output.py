@@ -1,4 +1,4 @@
-"""Output that may go away: a terminal that is closed, a pipe whose reader has ended (`| head`), a full disk."""
+"""Output that may go away: a terminal that is closed, a pipe whose reader has ended (``| head``), a full disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 class Output:
-    """A text stream whose writes do not raise. `is_gone` is True once no process can read it any more.
+    """A text stream whose writes do not raise. ``is_gone`` is True once no process can read it any more.
 
     Characters that the terminal's encoding lacks are written as escapes. The stream is None if the process was started
     with this descriptor closed.

@@ -74,7 +74,7 @@ def draw_schedule(path: Path, traces: Sequence[StepTrace]) -> None:
 
 
 class TimeLines:
-    """A picture of named bars over milliseconds since `origin_s`."""
+    """A picture of named bars over milliseconds since ``origin_s``."""
 
     def __init__(self, size: tuple[float, float], origin_s: float) -> None:
         self.picture = figure(*size)

@@ -48,7 +48,7 @@ class Reporter:
         self.step_ended_s = time.perf_counter()
 
     def show_step(self, result: StepResult, trainer: Trainer, validation_loss: float | None = None) -> None:
-        """Log and show the step that `end_step` has ended."""
+        """Log and show the step that ``end_step`` has ended."""
         ended_s = self.step_ended_s
         step_s = ended_s - self.step_started_s
         self.step_started_s = time.perf_counter()
@@ -149,7 +149,7 @@ class Reporter:
 
 
 def python_command() -> str:
-    """Return this interpreter's command: `python` if it is the one on the path, else its path."""
+    """Return this interpreter's command: ``python`` if it is the one on the path, else its path."""
     found = shutil.which("python")
     if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
         return "python"

@@ -67,7 +67,7 @@ class DatasetText(Text):
 
 
 def open_source(options: DataOptions) -> Text:
-    """Open the text of a job; see `open_text` and `open_dataset`."""
+    """Open the text of a job; see ``open_text`` and ``open_dataset``."""
     return open_text(options.text) if options.dataset is None else open_dataset(options)
 
 
@@ -126,7 +126,7 @@ def mixed(files: Sequence[tuple[Path, Path]]) -> tuple[Path, ...]:
 
 
 def open_dataset(options: DataOptions) -> DatasetText:
-    """Open a data set of the package `datasets`.
+    """Open a data set of the package ``datasets``.
 
     Raises:
         MissingExtra: Without the package.

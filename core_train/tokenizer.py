@@ -1,4 +1,4 @@
-"""Tokenizers: text to numbers. Bytes need nothing; the others come from the `tokenizers` package."""
+"""Tokenizers: text to numbers. Bytes need nothing; the others come from the ``tokenizers`` package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` package, from its JSON."""
+    """A tokenizer of the ``tokenizers`` package, from its JSON."""
 
     def __init__(self, serialized: str) -> None:
         tokenizers = require("tokenizers", "a tokenizer other than 'bytes'")
@@ -62,7 +62,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def train_bpe(documents: Iterable[bytes], vocab_size: int) -> FileTokenizer:
-    """A byte-level BPE tokenizer of `vocab_size` tokens learned from the documents. Deterministic."""
+    """A byte-level BPE tokenizer of ``vocab_size`` tokens learned from the documents. Deterministic."""
     tokenizers = require("tokenizers", "training a BPE tokenizer")
     if vocab_size < 257:
         raise ValueError(f"--data.bpe-vocab-size is {vocab_size}; 256 bytes and the end mark need at least 257")
@@ -85,7 +85,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int) -> FileTokenizer:
 
 
 def read_tokenizer(path: Path) -> FileTokenizer:
-    """The tokenizer of a `tokenizer.json`."""
+    """The tokenizer of a ``tokenizer.json``."""
     if not path.is_file():
         raise FileNotFoundError(f"--data.tokenizer is {str(path)!r}: not 'bytes', not 'bpe', and no such file")
     from core.checkpoint.bounded_read import read_bytes  # loads torch's checkpoints, for a second

@@ -44,7 +44,7 @@ class TokenHeader:
 
     @property
     def loss_unit(self) -> str:
-        """Unit of a mean loss over `bytes_per_token`."""
+        """Unit of a mean loss over ``bytes_per_token``."""
         return "nats per byte" if self.text_bytes else "nats per token"
 
     def describe(self) -> str:
@@ -70,7 +70,7 @@ class Tokens:
 
 
 def prepare_tokens(options: DataOptions) -> Path:
-    """Create the files in the cache that `open_tokens` needs, and return their path without a suffix.
+    """Create the files in the cache that ``open_tokens`` needs, and return their path without a suffix.
 
     Safe to call from several processes: files appear complete, under a name derived from their content.
     """
@@ -87,7 +87,7 @@ def prepare_tokens(options: DataOptions) -> Path:
 
 
 def open_tokens(options: DataOptions, path: Path) -> Tokens:
-    """Map the tokens that `prepare_tokens` has prepared; the last `validation_fraction` of them is held out."""
+    """Map the tokens that ``prepare_tokens`` has prepared; the last ``validation_fraction`` of them is held out."""
     header = read_header(path.with_suffix(".json"))
     file = path.with_suffix(".tokens") if options.megatron is None else pair_of(options.megatron)[0]
     tokens = np.memmap(file, np.dtype(header.dtype).newbyteorder("<"), "r")
@@ -128,7 +128,7 @@ def make_tokenizer(options: DataOptions, text: Text, text_digest: str) -> Tokeni
 
 
 def save_tokenizer(options: DataOptions, directory: Path) -> None:
-    """Write the tokenizer of these options to `directory`/tokenizer.json for programs that read the model."""
+    """Write the tokenizer of these options to ``directory``/tokenizer.json for programs that read the model."""
     if options.tokenizer == "bytes":
         return
     path = Path(options.tokenizer)
@@ -146,7 +146,7 @@ def _sha256(path: Path) -> bytes:
 
 
 def write_tokens(path: Path, text: Text, tokenizer: Tokenizer) -> None:
-    """Tokenize `text` into `path`.tokens, and describe it in `path`.json."""
+    """Tokenize ``text`` into ``path``.tokens, and describe it in ``path``.json."""
     dtype = next(kind for kind in ("uint8", "uint16", "uint32") if tokenizer.vocab_size <= np.iinfo(kind).max + 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -261,7 +261,7 @@ def read_index(prefix: Path) -> tuple[str, int, int]:
 
 
 def describe_pair(prefix: Path, cache: Path) -> Path:
-    """Write a description of the pair to `cache`, under a name derived from its tokens.
+    """Write a description of the pair to ``cache``, under a name derived from its tokens.
 
     The tokens are read once, for their digest and maximum. Later starts identify them by the files' times and sizes.
 
@@ -299,18 +299,18 @@ def _scanned(bin_path: Path, dtype: str) -> tuple[int, str]:
 
 
 def window(tokens: np.ndarray, index: int, length: int) -> np.ndarray:
-    """[length + 1] of int64: window `index`; the last token is only a label. Windows share no input token."""
+    """[length + 1] of int64: window ``index``; the last token is only a label. Windows share no input token."""
     start = index * length
     return tokens[start : start + length + 1].astype(np.int64)
 
 
 def num_windows(tokens: np.ndarray, length: int) -> int:
-    """Number of windows of `length` inputs that fit, each followed by one more token."""
+    """Number of windows of ``length`` inputs that fit, each followed by one more token."""
     return max(0, (len(tokens) - 1) // length)
 
 
 def check_windows(tokens: int, length: int) -> None:
-    """Raise ConfigError if no window of `length` inputs and a label fits into the tokens to train on."""
+    """Raise ConfigError if no window of ``length`` inputs and a label fits into the tokens to train on."""
     if tokens <= length:
         raise ConfigError(
             f"the text has {tokens} tokens to train on, and one window takes --model.sequence-length {length} and a "

@@ -22,7 +22,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in the directory `tensorboard` of the run."""
+    """Event files in the directory ``tensorboard`` of the run."""
 
     def __init__(self, directory: Path, config: Config, after_step: int) -> None:
         module = require("torch.utils.tensorboard", flag_of("tensorboard"))

@@ -111,7 +111,7 @@ class Trainer:
     def validation_loss(self, stop: Callable[[], bool] = lambda: False) -> float | None:
         """Return the mean loss over windows spread evenly over the validation text.
 
-        None if the text has no window, or if `stop`, which all ranks call before each batch, returned True.
+        None if the text has no window, or if ``stop``, which all ranks call before each batch, returned True.
         """
         available = self.windows[1]
         count = min(available, self.config.run.validation_windows)

@@ -1,4 +1,4 @@
-"""Text about a wrapped model: the table of `ddp.describe()`, and the sentence of `ddp.where(name)`."""
+"""Text about a wrapped model: the table of ``ddp.describe()``, and the sentence of ``ddp.where(name)``."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _held(bucket: Bucket, index: int) -> str:
 
 
 def _shown(bucket: Bucket, index: int) -> str:
-    """Describe `.grad` of a reduced gradient."""
+    """Describe ``.grad`` of a reduced gradient."""
     grad = bucket.params[index].grad
     if grad is None:
         return "you have set `.grad` to None; the next backward makes a new gradient"

@@ -49,7 +49,7 @@ from core.groups.rank_grid import COPY_AXES, DATA_KINDS
 class Engine:
     """Components of one wrapped model chunk, created in the order of their dependencies.
 
-    Collective over all ranks with this chunk. `options` are keyword arguments of `plan_model`.
+    Collective over all ranks with this chunk. ``options`` are keyword arguments of ``plan_model``.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ def _finish_gathers(module: nn.Module, *_: Any) -> None:
 
 
 def _begin_load(module: nn.Module, *_: Any) -> None:
-    """Complete gathers, and record a load: the next `finalize_model_grads` compares weights that only some ranks have
+    """Complete gathers, and record a load: the next ``finalize_model_grads`` compares weights that only some ranks have
     loaded.
     """
     engine = engine_of(module)

@@ -36,7 +36,7 @@ MARK = "weights_to_make"  # attribute of a module whose weights are created at t
 
 
 class DeferredParameter(nn.Parameter):
-    """A parameter between `materialize` and the wrap: shape, dtype and device, and one NaN for all values.
+    """A parameter between ``materialize`` and the wrap: shape, dtype and device, and one NaN for all values.
 
     It stays a single number when it is moved or cast. torch would allocate memory for all values.
     """
@@ -64,9 +64,9 @@ def materialize(module: nn.Module, init: Init | None = None, *, device: torch.de
 
     Args:
         module: Module with all parameters on the meta device.
-        init: Called with every module that directly has parameters or buffers, children first, as by `module.apply`. It
-            writes all of them, and no other module's. None for the modules' own `reset_parameters`. Ranks that hold
-            copies must draw equal weights. Otherwise the wrap rejects them, or uses the first rank's: see
+        init: Called with every module that directly has parameters or buffers, children first, as by ``module.apply``.
+            It writes all of them, and no other module's. None for the modules' own ``reset_parameters``. Ranks that
+            hold copies must draw equal weights. Otherwise the wrap rejects them, or uses the first rank's: see
             initial_weights.
         device: Device of the weights.
 
@@ -74,8 +74,8 @@ def materialize(module: nn.Module, init: Init | None = None, *, device: torch.de
         The module.
 
     Raises:
-        ValueError: If a parameter is not on the meta device, or `init` is None and a module has no
-            `reset_parameters`. The wrap raises it for a parameter that `init` has not written.
+        ValueError: If a parameter is not on the meta device, or ``init`` is None and a module has no
+            ``reset_parameters``. The wrap raises it for a parameter that ``init`` has not written.
     """
     params = dict(module.named_parameters())
     present = next((name for name, param in params.items() if not param.is_meta), None)
@@ -121,7 +121,7 @@ def make_and_shard(
     """Initialize each part, compare or broadcast it, and keep only this rank's shard.
 
     Collective over the model's stage. Raises LayoutMismatch on all ranks if copies of a weight differ. An error of
-    `init` is raised on its rank, with a RuntimeError on the others.
+    ``init`` is raised on its rank, with a RuntimeError on the others.
     """
     parts = list(_parts(module))
     names = {id(param): name for name, param in plan.named.items()}
@@ -160,7 +160,7 @@ def make_and_shard(
 def broadcast_weights(
     plan: ModelPlan, groups: ProcessGroups, collectives: Collectives, only: Collection[str] | None = None
 ) -> None:
-    """Overwrite copies of weights within a stage with those on each group's first rank: all, or `only` these.
+    """Overwrite copies of weights within a stage with those on each group's first rank: all, or ``only`` these.
     Collective.
     """
     for name, held in within_stage(plan, groups):
@@ -195,7 +195,7 @@ def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:
 
 
 def _parts(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """Yield modules that directly have parameters or buffers, in the order of `apply`: children first."""
+    """Yield modules that directly have parameters or buffers, in the order of ``apply``: children first."""
     seen = set() if seen is None else seen
     for child in module.children():
         if id(child) not in seen:

@@ -27,7 +27,7 @@ BALANCING = frozenset({"none", "sinkhorn", "aux_loss", "seq_aux_loss", "global_a
 
 
 def refuse_unknown_state(modules: Mapping[str, nn.Module], config: Any) -> None:
-    """Reject expert layers of Megatron Core with state that `update_routers` does not know.
+    """Reject expert layers of Megatron Core with state that ``update_routers`` does not know.
 
     Raises ValueError if a buffer, or the way of load balancing, is unknown.
     """
@@ -65,7 +65,7 @@ def update_routers(routers: Sequence[Any], config: Any, collectives: Collectives
 def _move_expert_biases(parts: Sequence[Any], rate: float, collectives: Collectives, groups: ProcessGroups) -> None:
     """Move every router's bias towards an even load (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
-    A router module in training mode has `expert_bias` [experts] and `local_tokens_per_expert` [experts]. The latter
+    A router module in training mode has ``expert_bias`` [experts] and ``local_tokens_per_expert`` [experts]. The latter
     counts this rank's tokens since the last update. Counts are added over all ranks that route different tokens, then
     set to zero.
     """
@@ -85,8 +85,8 @@ def _move_expert_biases(parts: Sequence[Any], rate: float, collectives: Collecti
 def _set_quantile_biases(parts: Sequence[Any], config: Any, collectives: Collectives, groups: ProcessGroups) -> None:
     """Set every router's bias to the mean of the quantiles that the step's microbatches found.
 
-    A router has `qb_beta` [experts], their sum `qb_beta_accum` [experts] and their number `qb_beta_count` []. Each
-    quantile is over the tokens of all tensor and context parallel ranks, so only data ranks differ.
+    A router has ``qb_beta`` [experts], their sum ``qb_beta_accum`` [experts] and their number ``qb_beta_count`` [].
+    Each quantile is over the tokens of all tensor and context parallel ranks, so only data ranks differ.
     """
     routers = [part for part in parts if getattr(part, "qb_beta_accum", None) is not None]
     training = [router for router in routers if router.training]

@@ -2,8 +2,8 @@
 
 A column layer keeps the first LoRA matrix unsplit and cuts the second along its outputs. A row layer cuts the first
 along its inputs and keeps the second unsplit. Either way the adapter's output is split, or not, as the base layer's
-output is. Modules that are trained and saved next to adapters (`modules_to_save`, such as a new head) are copies of cut
-modules, with the same slices and seams.
+output is. Modules that are trained and saved next to adapters (``modules_to_save``, such as a new head) are copies of
+cut modules, with the same slices and seams.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def add_lora(
     Collective over the tensor-parallel group; for stages, over the world.
 
     Args:
-        model: Model split by `split_model` or `load_split`, or the list of this rank's pipeline stages.
+        model: Model split by ``split_model`` or ``load_split``, or the list of this rank's pipeline stages.
         config: A peft.LoraConfig for new adapters, or several by adapter name, of which the first one is active.
         directory: Adapter directory to load instead. The loaded adapters are trainable.
-        example: As in `split_model`.
-        pg_collection: Process groups; defaults to those of `parallel_state`.
+        example: As in ``split_model``.
+        pg_collection: Process groups; defaults to those of ``parallel_state``.
         adapter_name: As in peft.
 
     Returns:
@@ -118,7 +118,7 @@ def finish_adapters(
         adapted: PeftModel around a split model.
         report: Report of the base model.
         groups: Process groups.
-        example: As in `add_lora`.
+        example: As in ``add_lora``.
     """
     model, tp = adapted.get_base_model(), groups.size("tp")
     stream = getattr(model, "forward_stream", None)
@@ -149,7 +149,7 @@ def with_adapters(
     Args:
         model: Model with cut parameters.
         plan: Plan of the model.
-        config: As in `add_lora`.
+        config: As in ``add_lora``.
         directory: Adapter directory to load instead.
         adapter_name: As in peft.
         without_memory: True to create new adapters on the meta device.
@@ -327,10 +327,10 @@ def take_off(model: Any, *, staged: bool = False) -> tuple[Any, dict[str, nn.Par
 def put_on(
     parts: Sequence[Any], values: Mapping[str, nn.Parameter], shell: Any, groups: ProcessGroups, *, staged: bool
 ) -> list[Any]:
-    """Add the adapter that `take_off` removed to the cut parts of a model, cut like its base layers.
+    """Add the adapter that ``take_off`` removed to the cut parts of a model, cut like its base layers.
 
-    Collective, as `add_lora`. `values` are the adapter's unsplit parameters; parameters on the meta device start from
-    peft's initialization. The full model `shell` defines requires_grad and dtype.
+    Collective, as ``add_lora``. ``values`` are the adapter's unsplit parameters; parameters on the meta device start
+    from peft's initialization. The full model ``shell`` defines requires_grad and dtype.
     """
     (active,) = shell.base_model.active_adapters
     configs = copy.deepcopy({active: shell.peft_config[active], **shell.peft_config})

@@ -1,7 +1,7 @@
 """Adapters: loops of accelerate, Transformers' Trainer, TRL and Lightning Fabric over our wrapper and optimizers.
 
-Each class derives from the one whose name it has, and is imported here in its place; `over` derives one from any other
-Trainer. The package that it derives from must be installed.
+Each class derives from the one whose name it has, and is imported here in its place; ``over`` derives one from any
+other Trainer. The package that it derives from must be installed.
 """
 
 from __future__ import annotations

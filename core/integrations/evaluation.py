@@ -27,7 +27,7 @@ class EvaluationLoader:
 
     @staticmethod
     def of(loader: Any) -> Any:
-        """Return the loader that counts rows once; `loader` itself if accelerate has not dealt it by batches."""
+        """Return the loader that counts rows once; ``loader`` itself if accelerate has not dealt it by batches."""
         from accelerate.data_loader import BatchSamplerShard
 
         sampler = getattr(loader, "batch_sampler", None)

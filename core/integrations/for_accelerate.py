@@ -1,4 +1,4 @@
-"""accelerate's Accelerator over this package's wrapper: `prepare` wraps the model, and shards any torch optimizer."""
+"""accelerate's Accelerator over this package's wrapper: ``prepare`` wraps the model, and shards any torch optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ else:
 class AcceleratorParts(Base):
     """Mixin that adds data-parallel sharding to accelerate's Accelerator.
 
-    `from core.integrations import Accelerator` combines both. On one process accelerate's behaviour is unchanged.
+    ``from core.integrations import Accelerator`` combines both. On one process accelerate's behaviour is unchanged.
 
     Args:
         ddp_config: Reduction and sharding of gradients. None replicates everything, as torch's DDP does.
@@ -188,7 +188,7 @@ class AcceleratorParts(Base):
         return recursively_apply(of_replicas, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather as accelerate does. In an evaluation of a Trainer, `gather` already drops padding rows."""
+        """Gather as accelerate does. In an evaluation of a Trainer, ``gather`` already drops padding rows."""
         if self.evaluated is None or use_gather_object:
             return super().gather_for_metrics(input_data, use_gather_object)
         return self.gather(input_data)
@@ -202,7 +202,7 @@ class AcceleratorParts(Base):
         return super().get_state_dict(model, unwrap)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """Load a folder of `save_state`. Collective. Raises ValueError for options of `load_model`."""
+        """Load a folder of ``save_state``. Collective. Raises ValueError for options of ``load_model``."""
         if self.use_distributed and set(options) - {"map_location"}:
             raise ValueError(
                 f"load_state was given {', '.join(sorted(options))}, which speak to safetensors' load_model; our "

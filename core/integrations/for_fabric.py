@@ -1,4 +1,4 @@
-"""Lightning Fabric's strategy over this package's wrapper: `Fabric(strategy=FabricStrategy(ddp_config))`."""
+"""Lightning Fabric's strategy over this package's wrapper: ``Fabric(strategy=FabricStrategy(ddp_config))``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ else:
 class StrategyParts(Base):
     """Mixin that adds data-parallel sharding to Fabric's DDPStrategy.
 
-    `from core.integrations import FabricStrategy` combines both:
+    ``from core.integrations import FabricStrategy`` combines both:
 
         strategy = FabricStrategy(DistributedDataParallelConfig(...))
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
@@ -83,7 +83,7 @@ class StrategyParts(Base):
         )
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run backward. Outside `no_backward_sync` all gradients are reduced afterwards. Collective there."""
+        """Run backward. Outside ``no_backward_sync`` all gradients are reduced afterwards. Collective there."""
         super().backward(tensor, module, *args, **kwargs)
         for model in self.wrapped:
             if model.require_backward_grad_sync:
@@ -128,10 +128,10 @@ class StrategyParts(Base):
 
 
 class SyncControl:
-    """The object that Fabric asks for `no_backward_sync`."""
+    """The object that Fabric asks for ``no_backward_sync``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """The wrapper's `no_sync` where `enabled` is True."""
+        """The wrapper's ``no_sync`` where ``enabled`` is True."""
         if not enabled:
             return nullcontext()
         assert isinstance(module, DistributedDataParallel), "set up by this strategy"
@@ -139,7 +139,7 @@ class SyncControl:
 
 
 def _package() -> Any:
-    """Fabric, of the package `lightning`, or its own."""
+    """Fabric, of the package ``lightning``, or its own."""
     try:
         return importlib.import_module("lightning.fabric")
     except ImportError:

@@ -24,7 +24,7 @@ else:
 class TrainerParts(Base):
     """Mixin that adds sharding and splitting to Transformers' Trainer.
 
-    `from core.integrations import Trainer` combines both. `save_model`, checkpoints and resuming work as in
+    ``from core.integrations import Trainer`` combines both. ``save_model``, checkpoints and resuming work as in
     Transformers: files hold full tensors.
 
         config = DistributedDataParallelConfig(...)
@@ -47,7 +47,7 @@ class TrainerParts(Base):
         return for_accelerate.derived()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the Accelerator as Transformers does, from `accelerator_class`."""
+        """Create the Accelerator as Transformers does, from ``accelerator_class``."""
         import transformers.trainer
 
         def ours(*, kwargs_handlers: list[Any], **options: Any) -> Any:
@@ -122,11 +122,11 @@ def over(trainer_class: type[Any]) -> Any:
         trainer_class: transformers.Trainer or a subclass, of TRL or your own.
 
     Returns:
-        A class with the name of `trainer_class` that takes `ddp_config` or `plugin` too. One that has these parts
+        A class with the name of ``trainer_class`` that takes ``ddp_config`` or ``plugin`` too. One that has these parts
         already comes back unchanged.
 
     Raises:
-        TypeError: If `trainer_class` does not derive from transformers.Trainer.
+        TypeError: If ``trainer_class`` does not derive from transformers.Trainer.
         MissingExtra: If accelerate or transformers is not installed.
     """
     for_accelerate.derived()

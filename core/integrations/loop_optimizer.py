@@ -40,7 +40,7 @@ class LoopOptimizer(AdoptedOptimizer):
         user: A torch optimizer over exactly the model's trainable parameters.
 
     Raises:
-        ValueError: If `user` has other parameters, or needs full parameters that shards may cut.
+        ValueError: If ``user`` has other parameters, or needs full parameters that shards may cut.
     """
 
     def __init__(self, model: DistributedDataParallel, user: torch.optim.Optimizer) -> None:
@@ -92,14 +92,14 @@ class LoopOptimizer(AdoptedOptimizer):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the full state as torch has it, with parameter names. Collective, except inside `collected`."""
+        """Return the full state as torch has it, with parameter names. Collective, except inside ``collected``."""
         if self._collected is not None:
             return self._collected
         return full_state_dict(self, self.param_names)
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Inside it `state_dict()` can be called by one rank alone. Collective: every rank enters it."""
+        """Inside it ``state_dict()`` can be called by one rank alone. Collective: every rank enters it."""
         self._collected = full_state_dict(self, self.param_names)
         try:
             yield
@@ -136,7 +136,7 @@ def config_or_default(given: DistributedDataParallelConfig | None) -> Distribute
     Buffers are broadcast from rank 0, unless the config says False.
 
     Raises:
-        TypeError: If `given` is another kind of object.
+        TypeError: If ``given`` is another kind of object.
     """
     if given is not None and not isinstance(given, DistributedDataParallelConfig):
         raise TypeError(

@@ -1,8 +1,8 @@
 """The forward that TRL sets on a causal model, for a model whose logits are split over ranks.
 
-TRL's trainers call `model(..., labels=labels, fused_lm_head=True)` and get a log-probability for each label. Their own
-forward multiplies by `lm_head.weight`, which is a slice here. This one runs the model's forward and takes the numbers
-from each rank's part of the logits.
+TRL's trainers call ``model(..., labels=labels, fused_lm_head=True)`` and get a log-probability for each label. Their
+own forward multiplies by ``lm_head.weight``, which is a slice here. This one runs the model's forward and takes the
+numbers from each rank's part of the logits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class Asked(NamedTuple):
-    """Options of TRL's `add_fused_lm_head`, by its names."""
+    """Options of TRL's ``add_fused_lm_head``, by its names."""
 
     temperature: float = 1.0
     cast_lm_head_to_fp32: bool = False
@@ -58,7 +58,7 @@ def take_off(model: Any) -> Asked | None:
 
 
 def score_tokens(model: Any, asked: Asked) -> None:
-    """Let a model answer to `fused_lm_head=True`."""
+    """Let a model answer to ``fused_lm_head=True``."""
     base = without_adapters(model)
     base.forward = types.MethodType(functools.partial(_forward, asked=asked), base)
 

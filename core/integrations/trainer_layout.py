@@ -114,13 +114,13 @@ class LayoutAcceleratorParts(AcceleratorParts):
 
 
 class LayoutParts(Base):
-    """Differences from Transformers' class if a `plugin` is given; without one there are none.
+    """Differences from Transformers' class if a ``plugin`` is given; without one there are none.
 
-    Tensor, sequence, expert and data parallelism run `compute_loss`, also the one of a subclass. A pipeline computes
+    Tensor, sequence, expert and data parallelism run ``compute_loss``, also the one of a subclass. A pipeline computes
     the loss inside the model's last stage, and subclasses that compute another one are rejected.
 
-    plugin: a HybridParallelPlugin. It decides the precision; `bf16` and `fp16` of the arguments are rejected. With
-    stages, a batch of a replica is cut into its microbatches, so give `dataloader_drop_last=True` if the last batch
+    plugin: a HybridParallelPlugin. It decides the precision; ``bf16`` and ``fp16`` of the arguments are rejected. With
+    stages, a batch of a replica is cut into its microbatches, so give ``dataloader_drop_last=True`` if the last batch
     may be smaller. A model is trained once.
     """
 
@@ -183,7 +183,7 @@ class LayoutParts(Base):
             return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
 
     def _boost(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[HybridParallelModel, Any]:
-        """Split the model. Replaces `accelerator.prepare`. Collective over the world."""
+        """Split the model. Replaces ``accelerator.prepare``. Collective over the world."""
         boosted, prepared = self.accelerator.boost(model, optimizer)
         boosted.gathers_logits = _computes_of_logits(self)
         self.model = boosted.unwrap()
@@ -291,7 +291,7 @@ def _dealt_to(rank: int, replicas: int) -> Iterator[None]:
 
 
 def check_layout(plugin: HybridParallelPlugin, trainer_class: type, arguments: Any) -> None:
-    """Raise ValueError for a class from `over`, or training arguments, that a split model cannot serve. Local."""
+    """Raise ValueError for a class from ``over``, or training arguments, that a split model cannot serve. Local."""
     _check_overridden(plugin, trainer_class)
     _check_arguments(plugin, arguments)
 
@@ -361,7 +361,7 @@ def _check_loader(loader: Any, replicas: int) -> None:
 def _loss_ignores_items(trainer: Any) -> bool:
     """Return True if the loss is a mean over the rows of this rank, as in classification and question answering.
 
-    Transformers passes `num_items_in_batch` to every model that takes keywords, and multiplies the loss by the number
+    Transformers passes ``num_items_in_batch`` to every model that takes keywords, and multiplies the loss by the number
     of processes because it expects a division by that number. If the loss ignores it, the loss and each gradient would
     be multiplied alone.
     """

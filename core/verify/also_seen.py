@@ -25,7 +25,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 class AlsoSeen:
-    """Notes on the compared steps of one job. Every rank has one; `lines` combines them."""
+    """Notes on the compared steps of one job. Every rank has one; ``lines`` combines them."""
 
     def __init__(self, job: RanJob) -> None:
         self.job = job
@@ -160,7 +160,7 @@ def params_of(optimizer: Any) -> Iterable[Tensor]:
 def _in_words(
     names: Sequence[str], used: set[str], ranks: Sequence[dict[str, list[str]]], texts: Sequence[str]
 ) -> list[str]:
-    """Describe the findings. `texts` are rank 0's, the last one an optimizer's class. Pure."""
+    """Describe the findings. ``texts`` are rank 0's, the last one an optimizer's class. Pure."""
     found = {kind: [name for name in names if any(name in mine[kind] for mine in ranks)] for kind in ranks[0]}
     unused = [name for name in found["unused"] if name not in used]
     *own, elsewhere = texts

@@ -1,4 +1,4 @@
-"""Options of `python -m core verify`, and the run of the program that they name."""
+"""Options of ``python -m core verify``, and the run of the program that they name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Asked:
     Attributes:
         program: File or module to run.
         arguments: Arguments of the program.
-        is_module: True if `program` is a module.
+        is_module: True if ``program`` is a module.
         whole: 'module:function', or a function of the program, that builds the unsplit model.
         loss: The same for the mean loss of a microbatch.
         join: The same for joining the parts of context-parallel ranks.
@@ -75,7 +75,7 @@ def asked_by(arguments: Sequence[str]) -> Asked:
 
 
 def execute(asked: Asked) -> int:
-    """Run the program in this process, as `__main__`, and return its exit status; 2 if there is no such file."""
+    """Run the program in this process, as ``__main__``, and return its exit status; 2 if there is no such file."""
     if not asked.is_module and not Path(asked.program).is_file():
         print(f"python -m core verify: there is no file {asked.program!r}", file=sys.stderr)
         return 2

@@ -38,7 +38,7 @@ def written_buffers(
     """Return the values before each microbatch of the buffers that forwards write.
 
     Args:
-        starts: `buffers_of` before each forward of a step.
+        starts: ``buffers_of`` before each forward of a step.
         module: The module after the step.
         microbatches: Number of microbatches, each of which has the same number of forwards.
         without: Buffers to leave out.

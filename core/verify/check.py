@@ -73,14 +73,14 @@ def check_gradients(
     Args:
         model_fn: Builds this rank's model, plain or already wrapped in DistributedDataParallel, or a PipelineRunner
             over its wrapped stages.
-        loss_fn: (model, part of the batch) -> mean loss; with `config.calculate_per_token_loss` (sum of losses, number
-            of tokens). A pipeline's forward step computes its own loss, so only the reference uses loss_fn then.
+        loss_fn: (model, part of the batch) -> mean loss; with ``config.calculate_per_token_loss`` (sum of losses,
+            number of tokens). A pipeline's forward step computes its own loss, so only the reference uses loss_fn then.
         batch: The complete global batch, the same on all ranks: a tensor, or nested tuples, lists, and dicts of tensors
             whose first dimension counts samples. Data-parallel ranks take equal parts in rank order, each cut into
-            `microbatches`.
-        reference_fn: Builds the unsplit model, which then gets the layout's weights. Defaults to `model_fn` if that
-            does not split; for our GPT, to the transformers model of `python -m core convert`, if there is one.
-            Modules declare different names of a stage's parameters by `global_names` (see core.distributed.contract).
+            ``microbatches``.
+        reference_fn: Builds the unsplit model, which then gets the layout's weights. Defaults to ``model_fn`` if that
+            does not split; for our GPT, to the transformers model of ``python -m core convert``, if there is one.
+            Modules declare different names of a stage's parameters by ``global_names`` (see core.distributed.contract).
         config: Config to wrap the model with.
         ddp_config: DDP config to wrap the model with; by default rank 0's weights are broadcast.
         dtype: Model and batch are cast to it. None leaves them; a model that is already wrapped keeps its dtype.
@@ -90,7 +90,7 @@ def check_gradients(
         bound: Allowed relative error. Defaults to 1e-10 in fp64. In other dtypes the reference also runs in that dtype,
             and a gradient may be off by 8 times the error that this causes.
         split_fn: A microbatch -> the part of this context-parallel rank (get_batch_on_this_cp_rank).
-        pg_collection: Process groups; defaults to those of `parallel_state`.
+        pg_collection: Process groups; defaults to those of ``parallel_state``.
         title: First words of the report.
         ranks: Outside a process group, start this many gloo processes. All arguments must then be importable and
             picklable.
@@ -103,7 +103,7 @@ def check_gradients(
 
     Raises:
         ValueError: If the arguments do not fit the layout.
-        RuntimeError: If torch.distributed is not initialized and `ranks` is None.
+        RuntimeError: If torch.distributed is not initialized and ``ranks`` is None.
     """
     given = {**locals(), "ranks": None, "pg_collection": None}
     if ranks is not None:
@@ -322,7 +322,7 @@ def compare(
 
 
 class Allowed:
-    """Allowed relative error of each gradient: `bound`, or ALLOWANCE times the rounding error of the layout's dtype.
+    """Allowed relative error of each gradient: ``bound``, or ALLOWANCE times the rounding error of the layout's dtype.
 
     The rounding error is measured on the reference. A parameter of few elements can be exact by chance, so the largest
     error of this parameter in all layers counts, and at least the median over all parameters.

@@ -50,7 +50,8 @@ class Cut:
 def cuts_of(
     mine: Sequence[int], whole: Sequence[int], ranks: AxisRanks, *, samples: int, weight: GlobalSlice | None = None
 ) -> list[Cut]:
-    """Return all cuts by which a tensor of shape `mine` can come from a tensor of shape `whole`; empty if impossible.
+    """Return all cuts by which a tensor of shape ``mine`` can come from a tensor of shape ``whole``; empty if
+    impossible.
 
     Args:
         mine: Shape on this rank.
@@ -97,7 +98,7 @@ def rows_of(weight: GlobalSlice) -> tuple[Tensor, Tensor]:
 
 
 def _ways(length: int, part: int, axes: Sequence[str], ranks: AxisRanks, samples: int) -> Iterator[Tensor]:
-    """Yield the different index vectors [part] to which a dimension of `length` may be cut."""
+    """Yield the different index vectors [part] to which a dimension of ``length`` may be cut."""
     seen = set()
     for count in range(1, len(axes) + 1):
         for chain in itertools.permutations(axes, count):
@@ -117,7 +118,7 @@ def _ways(length: int, part: int, axes: Sequence[str], ranks: AxisRanks, samples
 
 
 def _taken(places: Tensor, sections: int, size: int, rank: int, both_ends: bool) -> Tensor | None:
-    """Take one of `size` chunks of each section, or one chunk of its head and one of its tail."""
+    """Take one of ``size`` chunks of each section, or one chunk of its head and one of its tail."""
     chunks = sections * size * (2 if both_ends else 1)
     if sections < 1 or len(places) % chunks:
         return None

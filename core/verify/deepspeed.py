@@ -70,7 +70,9 @@ def groups_of(optimizer: Any) -> list[list[Any]]:
 
 @contextmanager
 def around_updates(engine: Any, begin: Callable[[], None], end: Callable[[float | None], None]) -> Iterator[None]:
-    """Call `begin` before an engine updates, and `end` afterwards with the norm of the gradients that it computed."""
+    """Call ``begin`` before an engine updates, and ``end`` afterwards with the norm of the gradients that it
+    computed.
+    """
     take = vars(sys.modules[ENGINE[0]])[ENGINE[1]].__dict__[UPDATE]
 
     def take_between(*args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ class RankPart:
         reduced: [sample] The gradient after the last reduction.
         expected: [sample] The reference's gradient.
         valid: [sample] bool, elements whose reduced gradient this rank holds.
-        auxiliary: [sample] Contribution of auxiliary losses to `expected`, if any.
+        auxiliary: [sample] Contribution of auxiliary losses to ``expected``, if any.
     """
 
     rank: int
@@ -101,7 +101,7 @@ def explain(
 ) -> Explanation:
     """Find the likely cause of a wrong gradient.
 
-    `suspects` are the axes over which all wrong parameters and no right ones are reduced. `tokens` is the number of
+    ``suspects`` are the axes over which all wrong parameters and no right ones are reduced. ``tokens`` is the number of
     tokens of the global batch, or None if the loss is a mean.
     """
     weight = _weight_of_auxiliary(parts)
@@ -235,7 +235,7 @@ def name_factor(
     tokens: float | None = None,
     microbatches: int = 1,
 ) -> str:
-    """Describe mistakes that multiply a gradient by `factor`, actual over expected, most likely first."""
+    """Describe mistakes that multiply a gradient by ``factor``, actual over expected, most likely first."""
     if abs(factor) <= SAME:
         return "it is zero: the gradient never arrives, or was overwritten"
     axes = [axis for axis in suspects if sizes.get(axis, 1) > 1]
@@ -362,7 +362,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def fit(matrix: Tensor | None, target: Tensor, close: float = SAME) -> list[float] | str | None:
-    """Fit factors of the columns that add up to `target`.
+    """Fit factors of the columns that add up to ``target``.
 
     Returns:
         The factors; a text if no factors fit; None if the columns cannot be distinguished.

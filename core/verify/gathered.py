@@ -104,7 +104,7 @@ class WrappedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which forwards compute: `computes_in`, else the first parameter's dtype."""
+        """Dtype in which forwards compute: ``computes_in``, else the first parameter's dtype."""
         return self.computes_in or next((held.tensor.dtype for held in self.held), torch.float32)
 
     def record_dtype(self, module: nn.Module) -> None:
@@ -126,7 +126,7 @@ class WrappedModel:
         }
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
-        """Return copies of the reduced gradients by `Held.key`, gathered if they are sharded. Collective."""
+        """Return copies of the reduced gradients by ``Held.key``, gathered if they are sharded. Collective."""
         grads: dict[tuple[int, str], Tensor] = {}
         for number, chunk in enumerate(self.chunks):
             for bucket in buckets_of(chunk):

@@ -30,11 +30,11 @@ class Job(ABC):
     """This rank's model, and how a step runs through it.
 
     Attributes:
-        sees_loss: True if `step` returns the loss.
+        sees_loss: True if ``step`` returns the loss.
         inputs_to: Dtype to which the layout casts a batch, if any.
-        scale: Loss scale in the gradients of `step` and `backward`.
-        token_weight: Factor of a token's loss in `backward` if the division by tokens comes later: the sum over tokens
-            times a loss scale may overflow fp16.
+        scale: Loss scale in the gradients of ``step`` and ``backward``.
+        token_weight: Factor of a token's loss in ``backward`` if the division by tokens comes later: the sum over
+            tokens times a loss scale may overflow fp16.
 
     Args:
         model: This rank's chunks.
@@ -63,14 +63,14 @@ class Job(ABC):
         """Run all microbatches without any reduction, so that every rank keeps its own gradients."""
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
-        """Return the reduced gradients by `Held.key`, without the loss scale. Collective."""
+        """Return the reduced gradients by ``Held.key``, without the loss scale. Collective."""
         found = self.model.gradients()
         if self.scale == 1.0:
             return found
         return {key: in_full(grad, 1.0 / self.scale) for key, grad in found.items()}
 
     def biases(self) -> dict[tuple[int, str], Tensor]:
-        """Return the routers' biases from before the next step, by `Held.key`."""
+        """Return the routers' biases from before the next step, by ``Held.key``."""
         return {held.key: held.tensor.clone() for held in self.model.biases}
 
     def samples(self, batch: Any) -> int:
@@ -97,7 +97,7 @@ class Job(ABC):
         return next((text for text in answers.values() if text), "")
 
     def factor_of_gradients(self, tokens: float | None) -> float:
-        """Return the factor of `backward`'s gradients relative to the reference's.
+        """Return the factor of ``backward``'s gradients relative to the reference's.
 
         A rank's loss is the mean over its own positions, unless the division by tokens comes later.
         """

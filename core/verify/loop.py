@@ -64,10 +64,10 @@ def verify_with(
     """Check the first step of a loop, including its data, accumulation, and loss, which check_gradients does not see.
 
     Call this once, right before the first step, after weights are loaded. The inputs of each training forward are kept
-    until `finalize_model_grads`; without our wrapper, until a torch optimizer begins to step or gradients are clipped.
-    Then the unsplit model runs over the microbatches of all data ranks, and every reduced gradient of the layout is
-    compared with the mean over all microbatches. The first wrong step raises WrongGradientError on all ranks. The model
-    must be deterministic. Collective over the default process group.
+    until ``finalize_model_grads``; without our wrapper, until a torch optimizer begins to step or gradients are
+    clipped. Then the unsplit model runs over the microbatches of all data ranks, and every reduced gradient of the
+    layout is compared with the mean over all microbatches. The first wrong step raises WrongGradientError on all ranks.
+    The model must be deterministic. Collective over the default process group.
 
         verify_with(model, build_whole, lambda whole, *given: whole(*given).mean())
         for tokens, labels in batches:
@@ -81,9 +81,9 @@ def verify_with(
             first stage does not get (such as labels) are taken from the last stage.
         build_whole: Builds the same model without any splitting; it gets the layout's current weights.
         loss_fn: (unsplit model, *args, **kwargs of the forward) -> mean loss of one microbatch, not divided by
-            anything; with `config.calculate_per_token_loss` (sum of losses, number of tokens). For a pipeline (unsplit
-            model, microbatch). If labels are not among the forward's arguments, pass them by `LoopCheck.note`. With a
-            loss scale, loss_fn multiplies by it.
+            anything; with ``config.calculate_per_token_loss`` (sum of losses, number of tokens). For a pipeline
+            (unsplit model, microbatch). If labels are not among the forward's arguments, pass them by
+            ``LoopCheck.note``. With a loss scale, loss_fn multiplies by it.
         bound: As in check_gradients.
         reference_dtype: As in check_gradients.
         join_fn: Under context parallelism, the parts of a tensor in rank order -> the complete tensor. By default each
@@ -92,7 +92,7 @@ def verify_with(
         mesh: Device mesh of a model without our wrapper, if its own mesh has several dimensions and no names.
 
     Returns:
-        The check. Its `report` is None until the step is over.
+        The check. Its ``report`` is None until the step is over.
 
     Raises:
         MemoryError: On all ranks, before anything is built, if the unsplit model does not fit on rank 0.
@@ -194,7 +194,7 @@ class StepCheck:
             )
 
     def note(self, *args: Any, **kwargs: Any) -> None:
-        """Pass a microbatch to `loss_fn` in place of the forward's arguments.
+        """Pass a microbatch to ``loss_fn`` in place of the forward's arguments.
 
         Needed if the loss takes inputs that the forward does not get, such as labels. Call this once for each
         microbatch of the first step; later calls do nothing.
@@ -205,15 +205,15 @@ class StepCheck:
                 cross_entropy(model(x), y).backward()
 
         Args:
-            *args: Positional arguments for `loss_fn`, after the model.
-            **kwargs: Keyword arguments for `loss_fn`.
+            *args: Positional arguments for ``loss_fn``, after the model.
+            **kwargs: Keyword arguments for ``loss_fn``.
         """
         if self.listens:
             self.noted.append(kept((args, kwargs)))
             self.advance(forwards=0)
 
     def advance(self, *, forwards: int) -> None:
-        """Publish that a microbatch begins, by a forward or by a call of `note`, in loops that StepEnds follows."""
+        """Publish that a microbatch begins, by a forward or by a call of ``note``, in loops that StepEnds follows."""
         if self.job.ends is not None:
             self.job.ends.advance(self._noted(), forwards=forwards)
 
@@ -381,7 +381,7 @@ class LoopCheck(StepCheck):
     """Check by verify_with of the forwards of one wrapped model.
 
     Args:
-        ddp, build_whole, loss_fn, bound, reference_dtype, join_fn: As for verify_with, with `ddp` for its model.
+        ddp, build_whole, loss_fn, bound, reference_dtype, join_fn: As for verify_with, with ``ddp`` for its model.
     """
 
     def __init__(
@@ -454,7 +454,7 @@ def _record_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _look_inside(module: nn.Module, _: Any) -> None:
-    """Pass any module of a model without our wrapper to `StepCheck.look_inside`. A module hook."""
+    """Pass any module of a model without our wrapper to ``StepCheck.look_inside``. A module hook."""
     for check in list(_CHECKS.values()):
         check.look_inside(module)
 

@@ -23,7 +23,7 @@ NUM_ITEMS = "num_items_in_batch"  # transformers' argument: number of labels tha
 
 @dataclass(frozen=True)
 class Noted:
-    """A microbatch and its loss, from `note` or from a forward step of Megatron Core's schedule."""
+    """A microbatch and its loss, from ``note`` or from a forward step of Megatron Core's schedule."""
 
     loss_fn: Callable[..., Any]
     microbatch: Microbatch
@@ -31,9 +31,9 @@ class Noted:
 
 
 def with_captured(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[dict[str, Tensor], ...]]:
-    """Return a function like `loss_fn` that takes the tensors it has captured, and these tensors.
+    """Return a function like ``loss_fn`` that takes the tensors it has captured, and these tensors.
 
-    A loop may define `loss_fn` for each microbatch, with tensors of this rank from around it. The reference runs
+    A loop may define ``loss_fn`` for each microbatch, with tensors of this rank from around it. The reference runs
     the microbatches of all ranks with one function.
 
     Returns:

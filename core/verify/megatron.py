@@ -68,7 +68,7 @@ def groups_of(outer: nn.Module) -> ProcessGroups | None:
 
 
 def declare_names(module: nn.Module, groups: ProcessGroups) -> None:
-    """Declare the names of a rank's layers and experts in the unsplit model, by `global_names`."""
+    """Declare the names of a rank's layers and experts in the unsplit model, by ``global_names``."""
     declare_layer_names(module)
     for part in module.modules():
         experts: Any = getattr(part, "local_experts", None)

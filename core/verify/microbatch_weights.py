@@ -57,9 +57,9 @@ def find_shares(
 
     Args:
         job: Model and steps of the layout.
-        reference: The unsplit model; its `shares` are set.
+        reference: The unsplit model; its ``shares`` are set.
         batch: Microbatches of all data ranks.
-        got: This rank's gradients by `Held.key`.
+        got: This rank's gradients by ``Held.key``.
         bound: Allowed relative error.
         noise: Share of the norm over all gradients below which a gradient is round-off.
 

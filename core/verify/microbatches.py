@@ -176,7 +176,7 @@ def other_weights(answers: Mapping[int, Given]) -> str:
 
 
 def _difference(facts: Mapping[int, tuple[Any, Any]], what: str) -> str:
-    """Name two ranks that share their data but differ in a fact. `facts`: by rank, its data position and the fact."""
+    """Name two ranks that share their data but differ in a fact. ``facts``: by rank, its data position and the fact."""
     firsts: dict[Any, tuple[int, Any]] = {}
     for rank, (place, fact) in facts.items():
         first, expected = firsts.setdefault(place, (rank, fact))

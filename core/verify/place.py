@@ -73,8 +73,8 @@ class Where:
     def table(self) -> str:
         """Format a table with one row per module, and one cell per rank for output and gradient.
 
-        Rows are in the order of forward. A cell is log10 of the error over the allowed error, so above 0 is wrong. `=`
-        means no error at all, a dot means not compared. Long runs of right rows are shortened.
+        Rows are in the order of forward. A cell is log10 of the error over the allowed error, so above 0 is wrong.
+        ``=`` means no error at all, a dot means not compared. Long runs of right rows are shortened.
         """
         ranks = sorted({rank for row in self.rows for rank in (*row.outputs, *row.gradients)})
         width = max([len(row.module) for row in self.rows] + [len("the whole model"), 24])
@@ -276,7 +276,7 @@ def in_ranks(found: Sequence[int] | Mapping[int, Any]) -> str:
 
 
 def quoted(module: str, after: str | None = None) -> str:
-    """Quote a module's name; shorten it to its last part if `after`, a name just mentioned, has the same parent."""
+    """Quote a module's name; shorten it to its last part if ``after``, a name just mentioned, has the same parent."""
     parent, _, last = module.rpartition(".")
     if after is not None and parent and parent == after.rpartition(".")[0] and not last.isdigit():
         module = last

@@ -1,9 +1,9 @@
-"""`python -m core verify train.py ARGS`: run a user's program, and check the first step of the model that it trains.
+"""``python -m core verify train.py ARGS``: run a user's program, and check the first step of the model that it trains.
 
 Calls of modules are watched while the program runs. The first module that is called in training mode, and that no
 other module calls, is the model; or the first pipeline that runs. Its inputs are kept until its gradients are whole.
-For a model in our wrapper that is in `finalize_model_grads`; for any other, when an optimizer of torch begins to step,
-or gradients are clipped. Two steps are compared, the second one for what the first leaves behind.
+For a model in our wrapper that is in ``finalize_model_grads``; for any other, when an optimizer of torch begins to
+step, or gradients are clipped. Two steps are compared, the second one for what the first leaves behind.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run_program(asked: Asked) -> int:
 
 
 class ProgramWatch:
-    """Watcher of module calls in a program; `reports` holds the reports of the compared steps."""
+    """Watcher of module calls in a program; ``reports`` holds the reports of the compared steps."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -192,7 +192,7 @@ class ProgramWatch:
         return noting
 
     def _ending_step(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a scaler's `update` to drop the inputs of a step that it skipped."""
+        """Wrap a scaler's ``update`` to drop the inputs of a step that it skipped."""
 
         def ending(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             for check in self.checks.values():

@@ -71,7 +71,7 @@ class RanJob(Job):
 
     @contextmanager
     def watched(self, finish: Callable[..., None]) -> Iterator[None]:
-        """Call `finish` when the step's gradients are reduced, on all ranks; the guard of first steps is paused."""
+        """Call ``finish`` when the step's gradients are reduced, on all ranks; the guard of first steps is paused."""
         with paused([chunk.engine.first_steps for chunk in self.model.chunks]):
             self.model.chunks[-1].reducer.at_end = finish
             try:

@@ -43,7 +43,7 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class _Failed:
-    """An error raised by a rank. `refusal` is the error itself if only this package's code ran on its way."""
+    """An error raised by a rank. ``refusal`` is the error itself if only this package's code ran on its way."""
 
     text: str
     refusal: Exception | None = None
@@ -84,7 +84,7 @@ class _Worker:
 
 
 class RankPool:
-    """Pool of `ranks` processes, started on first use. A context manager: leaving it ends them.
+    """Pool of ``ranks`` processes, started on first use. A context manager: leaving it ends them.
 
         with RankPool(4) as pool:
             result_of_rank_0 = pool.run(function, 2, (argument,))
@@ -120,7 +120,7 @@ class RankPool:
         *,
         limit_s: float = 300.0,
     ) -> Any:
-        """Call an importable function on `world` ranks of a new process group.
+        """Call an importable function on ``world`` ranks of a new process group.
 
         Args:
             function: Importable function.
@@ -156,7 +156,7 @@ class RankPool:
         return results[0]
 
     def start(self) -> None:
-        """Start all processes now and wait until they are ready; `run` otherwise does so on first use."""
+        """Start all processes now and wait until they are ready; ``run`` otherwise does so on first use."""
         self._fill()
         for worker in self.workers.values():
             worker.wait_until_ready()

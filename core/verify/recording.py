@@ -155,7 +155,7 @@ def unsharded(tensor: Tensor) -> Tensor:
 
 
 def relative_difference(have: Tensor, want: Tensor | None) -> float:
-    """Return the norm of the difference relative to the norm of `want`; infinite if the shapes differ."""
+    """Return the norm of the difference relative to the norm of ``want``; infinite if the shapes differ."""
     if want is None or have.shape != want.shape:
         return float("inf")
     wide = want.double()

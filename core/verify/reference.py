@@ -178,7 +178,7 @@ class Reference:
         return self._sent(compute, "the microbatches")
 
     def record(self, batch: Any, mine: int) -> Recording:
-        """Record module outputs and gradients for data rank `mine`'s part of the batch."""
+        """Record module outputs and gradients for data rank ``mine``'s part of the batch."""
         found: Recording | None = None
         for number in range(self.data_ranks):
             sent = self._sent(partial(self._record, batch=batch, data_rank=number), "the reference's modules")
@@ -231,7 +231,7 @@ class Reference:
     def _compute(
         self, model: nn.Module, batch: Any, auxiliary: float, *, again: bool = False, tokens: float | None = None
     ) -> Expected:
-        """Compute loss and gradients; if `tokens` is known, divide losses by it before backward, as most loops do."""
+        """Compute loss and gradients; if ``tokens`` is known, divide losses by it before backward, as most loops do."""
         factor = self.scale / (tokens or 1.0)
         routers = {n: m for n, m in model.named_modules() if getattr(m, BIAS, None) is not None}
         if not again:
@@ -438,5 +438,7 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast a model's real tensors; `Module.to` would drop the imaginary part of complex ones, such as rotary tables."""
+    """Cast a model's real tensors; ``Module.to`` would drop the imaginary part of complex ones, such as rotary
+    tables.
+    """
     return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

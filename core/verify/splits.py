@@ -27,7 +27,7 @@ def declare_splits(model: Model, splits: Mapping[str, int | tuple[int, int]]) ->
         model: Model, before it is wrapped.
         splits: Parameter name or fnmatch pattern -> the split dimension, or (dimension, sections). Sections are parts
             of the dimension that are split separately: 2 if a rank's gate and value are in one weight. Names are from
-            `model.named_parameters()`; a module declares different names in the unsplit model by `global_names`.
+            ``model.named_parameters()``; a module declares different names in the unsplit model by ``global_names``.
 
     Returns:
         The model.

@@ -68,7 +68,7 @@ State = tuple[dict[str, bool], dict[str, Tensor]]  # a module's flags and buffer
 
 
 def state_of(module: nn.Module) -> dict[str, State]:
-    """Return the flags (bool attributes, `training` among them) and copies of the buffers of each module by name."""
+    """Return the flags (bool attributes, ``training`` among them) and copies of the buffers of each module by name."""
     return {
         name: (
             {key: value for key, value in vars(part).items() if isinstance(value, bool)},

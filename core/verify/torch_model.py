@@ -1,7 +1,7 @@
 """Models outside our wrapper as jobs of verify: torch's DDP, fully_shard, DTensor, or user code.
 
 A DTensor's placements define its part of the full parameter. A plain tensor is the full parameter, unless it has
-Megatron's attributes (`tensor_model_parallel`, `partition_dim`): see `declare_splits`. Megatron Core's models are
+Megatron's attributes (``tensor_model_parallel``, ``partition_dim``): see ``declare_splits``. Megatron Core's models are
 recognized by their modules' names; Megatron Core is never imported.
 """
 
@@ -193,7 +193,7 @@ class TorchLoopJob(LoopJob):
 
     @contextmanager
     def watched(self, finish: Callable[..., None]) -> Iterator[None]:
-        """Call `finish` before an optimizer of one of the model's parameters steps, or gradients are clipped."""
+        """Call ``finish`` before an optimizer of one of the model's parameters steps, or gradients are clipped."""
         mine = {id(param) for param in self.torch_model.params.values()}
 
         def compare(params: Any, *, after_clip: bool = False) -> bool:
@@ -334,7 +334,7 @@ def wrapper_of(outer: nn.Module) -> Any:
 
 
 def gradient_of(param: Any) -> Any:
-    """Return a parameter's gradient, or None. Megatron Core's wrapper stores it in `main_grad`, not in `grad`."""
+    """Return a parameter's gradient, or None. Megatron Core's wrapper stores it in ``main_grad``, not in ``grad``."""
     return getattr(param, "main_grad", None) if param.grad is None else param.grad
 
 
@@ -400,7 +400,7 @@ def _places(outer: nn.Module, placed: Mapping[str, DTensor], mesh: DeviceMesh | 
 
 
 def _model_ranks(mesh: DeviceMesh, *, all_data: bool) -> list[int]:
-    """Return the ranks of this rank's replica. If `all_data`, data differs along unnamed dimensions."""
+    """Return the ranks of this rank's replica. If ``all_data``, data differs along unnamed dimensions."""
     names = mesh.mesh_dim_names
     if names is None and mesh.ndim > 1:
         raise ValueError(

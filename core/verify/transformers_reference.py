@@ -21,7 +21,7 @@ from core.verify.in_double import InDouble
 class TransformersGPT(nn.Module):
     """Transformers model with our GPT's parameter names, in the form that python -m core convert would write.
 
-    check_gradients and `python -m core verify` use it for our GPT by default. Its modules have our names if both
+    check_gradients and ``python -m core verify`` use it for our GPT by default. Its modules have our names if both
     compute the same, so that a report can name a wrong module.
 
         check_gradients(build_gpt, loss_fn, batch, reference_fn=lambda: TransformersGPT(config))

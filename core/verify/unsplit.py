@@ -29,10 +29,10 @@ def is_changed(model: nn.Module) -> bool:
 
 
 def unsplit_structure(model: nn.Module) -> nn.Module:
-    """Copy a model without the changes that `fully_shard` and tensor parallelism have made to its modules.
+    """Copy a model without the changes that ``fully_shard`` and tensor parallelism have made to its modules.
 
     A program usually has no function that builds the model without splitting it. DTensors know their full shapes, and
-    `fully_shard` and `replicate` put a class in front of a module's own, so the unsplit model can be derived from a
+    ``fully_shard`` and ``replicate`` put a class in front of a module's own, so the unsplit model can be derived from a
     rank's part.
 
     Returns:

@@ -94,8 +94,8 @@ class Updates:
     ) -> None:
         """Record an optimizer that begins its step.
 
-        `groups` are the parameters that this rank steps, `params` all of the optimizer's. `own_clip` is the norm to
-        which the optimizer itself clips, or 0.
+        ``groups`` are the parameters that this rank steps, ``params`` all of the optimizer's. ``own_clip`` is the norm
+        to which the optimizer itself clips, or 0.
         """
         names = tuple(tuple(self.held[id(p)].name for p in group if id(p) in self.held) for group in groups)
         mine = [self.held[id(param)] for param in params if id(param) in self.held]
@@ -132,7 +132,7 @@ class Updates:
             self.after |= {held.key: weights[held.key] for held in mine}
 
     def record_clip(self, params: Any, limit: Any, norm_type: float | None) -> None:
-        """Record that the program clips gradients, by value if there is no `norm_type`."""
+        """Record that the program clips gradients, by value if there is no ``norm_type``."""
         given = [params] if isinstance(params, Tensor) else params
         names = tuple(self.held[id(param)].name for param in given if id(param) in self.held)
         if self.is_open and names:
@@ -140,7 +140,9 @@ class Updates:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Follow the steps of torch's optimizers inside the context. Enter it after `RanJob.watched`, which begins."""
+        """Follow the steps of torch's optimizers inside the context. Enter it after ``RanJob.watched``, which
+        begins.
+        """
 
         def before(optimizer: Any, *_: Any) -> None:
             if not is_wrapper(optimizer):
@@ -363,7 +365,7 @@ def with_updates(report: GradientReport, updates: Updates, wrong: Sequence[Compa
 
 @contextmanager
 def watched_updates(found: Callable[[], Sequence[Updates]]) -> Iterator[None]:
-    """Report optimizer steps and gradient clipping to `Updates` while the context is active."""
+    """Report optimizer steps and gradient clipping to ``Updates`` while the context is active."""
 
     step = MegatronOptimizer.step_with_ready_grads
 

@@ -52,7 +52,7 @@ def _is_from_a_dataloader() -> bool:
 
 
 def drop_connections(kept: Collection[int] = ()) -> None:
-    """Close this process's network connections, except `kept` ones: gloo's, NCCL's and those of torch's store.
+    """Close this process's network connections, except ``kept`` ones: gloo's, NCCL's and those of torch's store.
 
     Each descriptor stays open on the null device, so that no other file gets its number.
     """

@@ -46,7 +46,7 @@ NOWHERE = Place("", 0.0)
 
 
 def place_of_main_thread(before: Place) -> Place:
-    """Return the main thread's current place, or `before` itself if that has not changed."""
+    """Return the main thread's current place, or ``before`` itself if that has not changed."""
     main = threading.main_thread()
     frame = sys._current_frames().get(main.ident or 0)
     wait = current_wait(main)

@@ -23,8 +23,8 @@ class _Question:
 class PromptStore:
     """Wrapper of a torch store with a time limit on every call. Thread-safe.
 
-    A call that takes longer than `limit_s` raises RuntimeError, and so do all further calls until it has returned. The
-    client of torch's TCPStore reads its socket without a limit, so a separate thread makes the calls.
+    A call that takes longer than ``limit_s`` raises RuntimeError, and so do all further calls until it has returned.
+    The client of torch's TCPStore reads its socket without a limit, so a separate thread makes the calls.
     """
 
     def __init__(self, store: dist.Store, limit_s: float) -> None:

@@ -11,7 +11,7 @@ another thread ends the main thread's wait (core.watch.signals).
 - Findings are appended to a list in the store. All ranks read the list, and log it with their own place.
 - A rank that ends on purpose publishes that. A rank that fails because another one was lost waits until that one is
   named. So the rank that failed first is blamed, and not its followers.
-- The error of a failed wait gets its message from `account`. A wait that lasts for END_AFTER_S after a rank has ended
+- The error of a failed wait gets its message from ``account``. A wait that lasts for END_AFTER_S after a rank has ended
   can never succeed. The process is then ended, as by NCCL's watchdog.
 """
 
@@ -64,7 +64,9 @@ log = logging.getLogger(__name__)
 
 
 class RankWatch:
-    """Thread that watches the ranks of a job, from `start` to `stop`, over a separate connection to the job's store."""
+    """Thread that watches the ranks of a job, from ``start`` to ``stop``, over a separate connection to the job's
+    store.
+    """
 
     def __init__(self, store: dist.Store, member: RankProcess, world: int) -> None:
         own = store.clone()
@@ -195,7 +197,7 @@ class RankWatch:
         return {rank: beats[rank]["beat"] for rank in stuck} if self.rank in stuck else {}
 
     def ended_ranks(self, ranks: Collection[int]) -> list[int]:
-        """Return the members of `ranks` that are known to have ended or left the job."""
+        """Return the members of ``ranks`` that are known to have ended or left the job."""
         ended = {rank for rank, finding in self.lost.items() if finding.kind in (DEAD, MISSED)}
         return sorted((ended | self.left) & set(ranks))
 
@@ -209,7 +211,7 @@ class RankWatch:
         return int(self.store.add(f"place/{place}", 0))
 
     def _find_lost(self, others: Sequence[int]) -> None:
-        """Wait for GRACE_S, or until a rank is known to be lost or all `others` have failed too."""
+        """Wait for GRACE_S, or until a rank is known to be lost or all ``others`` have failed too."""
         begun = time.monotonic()
         checked = -BEAT_S
         with suppress(RuntimeError):

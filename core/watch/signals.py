@@ -67,7 +67,7 @@ class SignalThread:
 
 
 class WaitEnder:
-    """Ends the main thread's wait in gloo after a Ctrl-C, between `start` and `stop`.
+    """Ends the main thread's wait in gloo after a Ctrl-C, between ``start`` and ``stop``.
 
     A program's own SIGINT handler stays in charge. The group's connections are lost, but an interrupted wait could not
     be completed anyway.

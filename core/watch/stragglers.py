@@ -36,7 +36,7 @@ class Stragglers:
         self.slow: dict[int, float] = {}
 
     def compare(self, times: Mapping[int, tuple[float, float] | None], members: Mapping[int, Any]) -> list[str]:
-        """Update the record from each rank's `own_times`, and describe ranks that have become slow or fast again."""
+        """Update the record from each rank's ``own_times``, and describe ranks that have become slow or fast again."""
         known = {rank: time for rank, time in times.items() if time is not None}
         said: list[str] = []
         slow: dict[int, float] = {}

@@ -1,7 +1,7 @@
 """Waits for other ranks: stored on the thread during the wait, and on the error if it fails.
 
-`waiting` surrounds a wait for other ranks, `calling` surrounds a user's call that waits. Both cost about a microsecond
-if nothing fails. The rank watch reads them from a separate thread.
+``waiting`` surrounds a wait for other ranks, ``calling`` surrounds a user's call that waits. Both cost about a
+microsecond if nothing fails. The rank watch reads them from a separate thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ADVICE = (
 
 
 class Watch(Protocol):
-    """Interface of `RankWatch` for waits that fail or last long."""
+    """Interface of ``RankWatch`` for waits that fail or last long."""
 
     @property
     def lost(self) -> Mapping[int, object]: ...
@@ -62,7 +62,7 @@ class PeerLost(RuntimeError):
     """Error raised if a wait for other ranks fails: one has ended, does not arrive, or came with another reduction.
 
     Attributes:
-        wait: This rank's wait; None until a `waiting` has set it.
+        wait: This rank's wait; None until a ``waiting`` has set it.
     """
 
     wait: waiting | None = None
@@ -110,7 +110,7 @@ class waiting:
     its thread.
 
     Args:
-        what: Purpose of the wait, such as "the reduction of" (followed by `name`).
+        what: Purpose of the wait, such as "the reduction of" (followed by ``name``).
         group: Process group, or global ranks, of the wait.
         name: Name of the bucket, tensor or call.
         computes: True if the block also computes, so that only frames of torch.distributed in it are waits.
@@ -180,7 +180,7 @@ class waiting:
 def expect(ranks: Collection[int]) -> None:
     """Raise PeerLost if the rank watch knows that one of these global ranks is lost.
 
-    Call it inside `waiting`, before a wait that would last until its timeout.
+    Call it inside ``waiting``, before a wait that would last until its timeout.
     """
     lost = [] if _watch is None else sorted(_watch.lost.keys() & set(ranks))
     if lost:
@@ -190,8 +190,8 @@ def expect(ranks: Collection[int]) -> None:
 def complete(work: dist.Work, slack_s: float | None = 0.0) -> None:
     """Wait for a collective on CPU tensors, without a timeout while other ranks compute.
 
-    Call it inside `waiting`, which names the wait. The wait returns to Python every LOOK_S to handle Ctrl-C. Do not use
-    it for sends and receives, whose connection gloo closes after a timeout.
+    Call it inside ``waiting``, which names the wait. The wait returns to Python every LOOK_S to handle Ctrl-C. Do not
+    use it for sends and receives, whose connection gloo closes after a timeout.
 
     Args:
         work: The collective.
@@ -238,7 +238,7 @@ def _wait_in(group: dist.ProcessGroup) -> None:
 
 
 class DeadlockCheck:
-    """Repeated check of one wait for ranks that wait for each other, with the slack of `complete`.
+    """Repeated check of one wait for ranks that wait for each other, with the slack of ``complete``.
 
     Without a watch it does nothing.
     """
@@ -270,7 +270,7 @@ class DeadlockCheck:
 def store_barrier(call: str, ranks: Sequence[int]) -> None:
     """Wait in the job's store until all global ranks have made a call equally often. Without a watch, do nothing.
 
-    Call it inside `waiting`, before the first collective of a call that one rank may make alone. Otherwise that
+    Call it inside ``waiting``, before the first collective of a call that one rank may make alone. Otherwise that
     collective would be paired with another one of the other ranks, and use its values or abort the process.
     """
     if _watch is None:
@@ -308,8 +308,8 @@ def deadlocked_ranks(beats: Mapping[int, Mapping[str, Any]], patience_s: float) 
     """Find ranks that wait for each other forever. Pure.
 
     A rank can continue if it does not wait, or not for long, or if each rank that it waits for can continue or waits
-    for the same thing. A wait with unknown ranks counts as a wait for all ranks. `beats` has the last beat of each
-    rank; a rank counts as stuck after `patience_s` in one wait.
+    for the same thing. A wait with unknown ranks counts as a wait for all ranks. ``beats`` has the last beat of each
+    rank; a rank counts as stuck after ``patience_s`` in one wait.
     """
     stays = {
         rank: (beat["for"], beat["ranks"] or list(beats))
@@ -362,7 +362,7 @@ class Steps:
     own_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # seconds of steps outside such waits
 
     def turn(self, number: int) -> None:
-        """Start step `number`."""
+        """Start step ``number``."""
         now = time.monotonic()
         if self.number:
             self.own_s.append(now - self.began - self.waited_s)
@@ -392,7 +392,7 @@ def call_of(thread: dict[str, object]) -> str:
 
 
 def forget_wait() -> None:
-    """Clear this thread's wait before an error is raised that may interrupt the exit of a `waiting`."""
+    """Clear this thread's wait before an error is raised that may interrupt the exit of a ``waiting``."""
     vars(threading.current_thread())["core_wait"] = None
 
 

@@ -45,7 +45,7 @@ ABOUT = (
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
-    """Read `[--config FILE.toml ...] [--section.option value ...]` over the defaults.
+    """Read ``[--config FILE.toml ...] [--section.option value ...]`` over the defaults.
 
     Raises:
         ConfigError: If something cannot be read; one line.
@@ -152,7 +152,7 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def spell_out(flags: Sequence[str], names: Mapping[str, str] = OTHER_NAMES) -> list[str]:
-    """Replace short flags: `--pp 2` and `--pp=2` become `--parallel.pp 2` and `--parallel.pp=2`.
+    """Replace short flags: ``--pp 2`` and ``--pp=2`` become ``--parallel.pp 2`` and ``--parallel.pp=2``.
 
     Raises ConfigError for an empty value, which often comes from an unset shell variable.
     """
@@ -185,9 +185,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merge(config: Config, values: Mapping[str, Any], source: str, prefix: str = "") -> Config:
-    """Override `config` with a TOML table; nested tables override nested dataclasses.
+    """Override ``config`` with a TOML table; nested tables override nested dataclasses.
 
-    Raises ConfigError, with `source` and the option, for an unknown name or a value of another type.
+    Raises ConfigError, with ``source`` and the option, for an unknown name or a value of another type.
     """
     kinds = typing.get_type_hints(type(config))
     changes: dict[str, Any] = {}

@@ -17,21 +17,21 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def is_hub_name(path: str) -> bool:
-    """True for `org/name` that is neither a path of this machine nor inside an existing directory."""
+    """True for ``org/name`` that is neither a path of this machine nor inside an existing directory."""
     if HUB_NAME.fullmatch(path) is None or path.endswith(FILES):
         return False
     return not Path(path).exists() and not Path(path).parent.exists()
 
 
 def cached_model(path: str) -> str:
-    """The directory in the cache of huggingface_hub for a name of which it has the model; else `path`."""
+    """The directory in the cache of huggingface_hub for a name of which it has the model; else ``path``."""
     snapshot = _snapshot(path, "model")
     has_weights = snapshot is not None and any(next(snapshot.glob(pattern), None) for pattern in WEIGHTS)
     return str(snapshot) if snapshot is not None and has_weights and (snapshot / "config.json").is_file() else path
 
 
 def cached_data(path: str) -> str:
-    """The directory in the cache of huggingface_hub for a name of which it has files of data; else `path`."""
+    """The directory in the cache of huggingface_hub for a name of which it has files of data; else ``path``."""
     snapshot = _snapshot(path, "dataset")
     return str(snapshot) if snapshot is not None and any(f.suffix in FILES for f in snapshot.rglob("*")) else path
 
@@ -51,7 +51,7 @@ def _snapshot(path: str, kind: Kind) -> Path | None:
 
 
 def how_to_download(path: str, kind: Kind, file: str = "") -> str:
-    """Return a sentence for an error: the command that downloads `path`, or a file of it.
+    """Return a sentence for an error: the command that downloads ``path``, or a file of it.
 
     Empty if it is not a name on the Hub.
     """

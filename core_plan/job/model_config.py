@@ -23,7 +23,7 @@ DTYPES = {
 
 
 def of_equal_names(kind: type[Config], options: Any, **others: Any) -> Config:
-    """A configuration with the options that are called as its fields are, and with `others`, which win."""
+    """A configuration with the options that are called as its fields are, and with ``others``, which win."""
     names = {field.name for field in fields(options)} & {field.name for field in fields(kind)}
     return kind(**{name: getattr(options, name) for name in names} | others)
 

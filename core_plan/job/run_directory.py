@@ -58,7 +58,7 @@ class RunDirectory:
 
     @staticmethod
     def again(parent: Path, name: str, saved: str) -> RunDirectory:
-        """The directory `saved` of a run that resumes under its name; a new one if it resumes under another name.
+        """The directory ``saved`` of a run that resumes under its name; a new one if it resumes under another name.
 
         ConfigError where another process is writing to it.
         """
@@ -73,7 +73,7 @@ class RunDirectory:
         return RunDirectory(path, lock)
 
     def link_latest(self) -> None:
-        """Make the link `latest`, next to the directory, point to it. OSError where links cannot be made there."""
+        """Make the link ``latest``, next to the directory, point to it. OSError where links cannot be made there."""
         link = self.path.with_name(LATEST)
         new = link.with_name(f".{LATEST}.{os.getpid()}")
         new.unlink(missing_ok=True)
@@ -108,7 +108,7 @@ class RunDisk:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Raise ConfigError if `path` cannot be created as a directory, or files in it. Leaves nothing behind."""
+    """Raise ConfigError if ``path`` cannot be created as a directory, or files in it. Leaves nothing behind."""
     place = path
     try:
         if "\0" in str(path):

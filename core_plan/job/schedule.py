@@ -13,7 +13,7 @@ from core_plan.job.errors import ConfigError
 def schedule_numbers(config: RunConfig) -> dict[str, Any]:
     """Return the scheduler's arguments.
 
-    The first step has lr / warmup_steps, step `warmup_steps` the full lr, and the last step min_lr. A run that ends
+    The first step has lr / warmup_steps, step ``warmup_steps`` the full lr, and the last step min_lr. A run that ends
     within its warm-up never decays.
 
     Raises:

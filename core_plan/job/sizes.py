@@ -13,9 +13,9 @@ from core_plan.job.errors import ConfigError
 
 
 def check_divides(what: str, size: int, by: str, divisor: int, *, instead: str = "") -> None:
-    """Raise ConfigError unless the size called `what` is a multiple of the divisor called `by`.
+    """Raise ConfigError unless the size called ``what`` is a multiple of the divisor called ``by``.
 
-    The error suggests other divisors, or `instead` if the divisor follows from other sizes.
+    The error suggests other divisors, or ``instead`` if the divisor follows from other sizes.
     """
     if size % divisor == 0:
         return
@@ -26,7 +26,7 @@ def check_divides(what: str, size: int, by: str, divisor: int, *, instead: str =
 
 
 def check_ranks(parallel: ParallelOptions, world_size: int, context: str = "cp") -> RankGrid:
-    """Return the grid of ranks of the parallel sizes. `context` is the user's name for the axis cp."""
+    """Return the grid of ranks of the parallel sizes. ``context`` is the user's name for the axis cp."""
     tp, pp, cp, ep = parallel.tp, parallel.pp, parallel.cp, parallel.ep
     etp = tp if parallel.etp is None else parallel.etp
     for product, words in (
@@ -122,7 +122,7 @@ def check_vocabulary(tokens: int, model: ModelOptions, tp: int) -> int:
     A vocabulary that is not divisible by tp is padded with rows that no token uses; each rank must hold a used one.
 
     Raises:
-        ConfigError: If it is smaller than the number of `tokens`, or cannot be split.
+        ConfigError: If it is smaller than the number of ``tokens``, or cannot be split.
     """
     vocab_size = tokens if model.vocab_size is None else model.vocab_size
     if vocab_size < tokens:

@@ -44,7 +44,7 @@ def _limits(proc: Path, cgroups: Path) -> list[int]:
 
 
 def device_memory_bytes(ranks_here: int) -> int | None:
-    """Return the bytes of the smallest GPU that `ranks_here` ranks would use; None if they would use none."""
+    """Return the bytes of the smallest GPU that ``ranks_here`` ranks would use; None if they would use none."""
     if not Path("/dev/nvidia0").exists():
         return None
     import torch

@@ -82,7 +82,7 @@ def _wait_for_all(processes: list[subprocess.Popen[bytes]], interrupts: list[flo
 
 
 def become_rank(launch: Launch) -> None:
-    """Set the variables that torch reads in this process. If `start_ranks` started it, end it with that process."""
+    """Set the variables that torch reads in this process. If ``start_ranks`` started it, end it with that process."""
     os.environ.update(launch.environment())
     if launch.world_size == launch.local_world_size and sys.platform == "linux":
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

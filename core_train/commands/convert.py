@@ -1,4 +1,4 @@
-"""`python -m core convert`: convert a trained model to a directory of transformers, and back. One process.
+"""``python -m core convert``: convert a trained model to a directory of transformers, and back. One process.
 
 convert runs/latest my-model       a directory that AutoModelForCausalLM.from_pretrained loads
 convert my-model runs/start        a checkpoint of step 0, for python -m core generate and load_checkpoint

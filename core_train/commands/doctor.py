@@ -1,4 +1,4 @@
-"""`python -m core doctor`: report this machine's hardware, fast kernels and missing packages.
+"""``python -m core doctor``: report this machine's hardware, fast kernels and missing packages.
 
 A check that fails prints its error, and the others continue. The exit status is 1 if a package that training needs
 is missing.

@@ -1,4 +1,4 @@
-"""`python -m core generate runs/latest`: continue a text with a trained model of any layout.
+"""``python -m core generate runs/latest``: continue a text with a trained model of any layout.
 
 The model is a GPT of the main job, or a directory of transformers, such as a fine-tuned model.
 """
@@ -78,7 +78,7 @@ def checkpoints_of(place: Path) -> Path:
 def load_trained(place: Path, step: int | None = None) -> Trained:
     """Load the model of a run or of a directory of checkpoints on the CPU, in eval mode.
 
-    Without `step` the newest intact checkpoint is loaded. Raises ConfigError if there is no such model, and
+    Without ``step`` the newest intact checkpoint is loaded. Raises ConfigError if there is no such model, and
     CheckpointError if no checkpoint is intact.
     """
     root = checkpoints_of(place)
@@ -111,7 +111,7 @@ def load_tuned(place: Path, step: int | None = None) -> Tuned | None:
 
 
 def tokenizer_of(place: Path, trained: Trained, given: Path | None = None) -> Tokenizer:
-    """Return the tokenizer of a run's model, or of a `given` tokenizer.json."""
+    """Return the tokenizer of a run's model, or of a ``given`` tokenizer.json."""
     if given is None and trained.tokenizer == "bytes":
         return ByteTokenizer()
     own = (place / TOKENIZER, checkpoints_of(place).parent / TOKENIZER)
@@ -136,7 +136,7 @@ def continued(
     end: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """At most `count` tokens that follow `tokens`, one by one; stops before `end`.
+    """At most ``count`` tokens that follow ``tokens``, one by one; stops before ``end``.
 
     length: tokens that the model sees at once, the last ones. temperature: 0 takes the most probable token; higher
     draws from flatter probabilities. top_k: draw from so many of the most probable tokens.
@@ -260,7 +260,7 @@ def print_theirs(tuned: Tuned, options: argparse.Namespace, shows: bool = True) 
 
 
 def print_split(options: argparse.Namespace, directory: Path, launch: Launch) -> None:
-    """Print as `print_theirs`, with a model that all ranks of the job share. Collective over the job."""
+    """Print as ``print_theirs``, with a model that all ranks of the job share. Collective over the job."""
 
     def run(device: torch.device) -> None:
         transformers_package().utils.logging.disable_progress_bar()

@@ -131,7 +131,7 @@ def check_weights(where: str, directory: Path, model: Any, drawn: Collection[str
     """Check the weights of a directory against its configuration's model.
 
     Transformers renames and fuses some tensors. So a tensor is compared only if it has a parameter's name, and is known
-    to be missing only if every name in the files is a parameter's. Parameters in `drawn` may be missing.
+    to be missing only if every name in the files is a parameter's. Parameters in ``drawn`` may be missing.
 
     Raises:
         ConfigError: If files are missing, broken, or of another model.
@@ -179,7 +179,7 @@ def refuse_missing(where: str, names: list[str]) -> None:
 def model_of_files(
     kind: Any, directory: Path, drawn: Callable[[Any], set[str]] = lambda model: set(), **options: Any
 ) -> Any:
-    """Return the model that `kind.from_pretrained` loads. Raise ConfigError if it draws weights not in `drawn`."""
+    """Return the model that ``kind.from_pretrained`` loads. Raise ConfigError if it draws weights not in ``drawn``."""
     log = transformers_package().utils.logging
     said = log.get_verbosity()
     log.set_verbosity_error()  # transformers lists what is missing

@@ -82,7 +82,7 @@ class Arguments(NamedTuple):
 
 @contextlib.contextmanager
 def refusing(where: str) -> Iterator[None]:
-    """Raise every error inside as a ConfigError of one line that begins with `where`."""
+    """Raise every error inside as a ConfigError of one line that begins with ``where``."""
     try:
         yield
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Read a job's records with `datasets`, and show which tokens are learned. TRL knows the forms of records."""
+"""Read a job's records with ``datasets``, and show which tokens are learned. TRL knows the forms of records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "
 
 
 def read_data(options: TuneOptions, seed: int, known: Sequence[str] = ()) -> tuple[Any, Any]:
-    """Return the records to train on, and those to evaluate on or None. `known`: classes that a model has already."""
+    """Return the records to train on, and those to evaluate on or None. ``known``: classes that a model has already."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -80,7 +80,9 @@ def describe(row: Mapping[str, Any], tokenizer: Any, classes: Mapping[int, str])
 
 
 def _marked(ids: Sequence[int], learned: Sequence[bool] | int, tokenizer: Any, width: int = 60) -> str:
-    """Return tokens as text in one line, with parts longer than `width` shortened. A number: learned from this one."""
+    """Return tokens as text in one line, with parts longer than ``width`` shortened. A number: learned from this
+    one.
+    """
     if isinstance(learned, int):
         learned = [place >= learned for place in range(len(ids))]
     shown, start = [], 0

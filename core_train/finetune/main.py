@@ -52,7 +52,7 @@ FLAGS = {  # options of a plan, and their names here
 
 
 def check_sizes(config: TuneConfig, world: int) -> int:
-    """Return the number of replicas on `world` ranks. Raises ConfigError if sizes do not fit."""
+    """Return the number of replicas on ``world`` ranks. Raises ConfigError if sizes do not fit."""
     options = config.options
     with refusing("--tp, --pp, --sp, --ep"):
         return RankGrid(world, tp=options.tp, pp=options.pp, cp=options.sp, ep=options.ep, expt_tp=options.tp).dp
@@ -288,7 +288,7 @@ def _stopper(stop: StopSignal) -> Any:
 
 
 def planned(config: TuneConfig, dp: int) -> ModelRun:
-    """Describe a job to `core_plan`. Raises ConfigError if the task is not planned."""
+    """Describe a job to ``core_plan``. Raises ConfigError if the task is not planned."""
     options = config.options
     given = read_arguments(options, config.words)
     if options.task != "sft":

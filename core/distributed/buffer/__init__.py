@@ -1,1 +1,1 @@
-"""Gradient memory: buffers, the buckets they are split into, and the contents of `.grad`."""
+"""Gradient memory: buffers, the buckets they are split into, and the contents of ``.grad``."""

@@ -2,11 +2,11 @@
 
     ACCUMULATING --launch--> IN_FLIGHT --complete--> REDUCED --close--> FINAL --reset--> ACCUMULATING
 
-While a bucket is in flight, its parameters' `.grad` is a GradPlaceholder. It stores a gradient that arrives late, which
-would otherwise race with the collective and be lost or mixed. The late gradient is reduced afterwards.
+While a bucket is in flight, its parameters' ``.grad`` is a GradPlaceholder. It stores a gradient that arrives late,
+which would otherwise race with the collective and be lost or mixed. The late gradient is reduced afterwards.
 
 If a rank keeps only its shard, full gradients use memory borrowed from a BucketPool while they fill and are reduced.
-Every reduction adds to the shard, so one step may have several: `next_microbatch` returns to ACCUMULATING.
+Every reduction adds to the shard, so one step may have several: ``next_microbatch`` returns to ACCUMULATING.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BucketState(Enum):
 
 @dataclass(slots=True)
 class BucketStep:
-    """Changes of one step to a bucket. `Bucket.reset` begins the next step with a new one."""
+    """Changes of one step to a bucket. ``Bucket.reset`` begins the next step with a new one."""
 
     pending: int  # parameters whose last gradient has not arrived
     arrivals: list[int]  # gradients of each parameter
@@ -65,8 +65,8 @@ class BucketStep:
 class Bucket:
     """Slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer.
 
-    `memory` holds gradients and parameters, and `step` the changes of the current step. All other attributes are set at
-    the wrap, and say how the bucket is reduced. `scale` is the factor for the gradients.
+    ``memory`` holds gradients and parameters, and ``step`` the changes of the current step. All other attributes are
+    set at the wrap, and say how the bucket is reduced. ``scale`` is the factor for the gradients.
     """
 
     def __init__(
@@ -114,11 +114,13 @@ class Bucket:
         return self.memory.grad if self.step.is_full_grad else self.memory.owned_grad
 
     def valid_part(self, index: int) -> torch.Tensor:
-        """Return the flat part of parameter `index`'s gradient inside the valid range; may be empty."""
+        """Return the flat part of parameter ``index``'s gradient inside the valid range; may be empty."""
         return self.part_of(self.valid_grad, index, self.valid_range)
 
     def part_of(self, flat: torch.Tensor, index: int, within: tuple[int, int]) -> torch.Tensor:
-        """Return the elements of parameter `index` from a tensor with elements `within` = [start, end) of a bucket."""
+        """Return the elements of parameter ``index`` from a tensor with elements ``within`` = [start, end) of a
+        bucket.
+        """
         low, high = within
         start, end = max(self.ranges[index][0], low), min(self.ranges[index][1], high)
         return flat[start - low : max(start, end) - low]
@@ -140,8 +142,9 @@ class Bucket:
     def reset(self, *, keep: bool = False) -> None:
         """Begin a new step. The caller has zeroed the memory, or lets collected gradients overwrite it.
 
-        With `keep`, add to the reduced gradients that are still in `.grad`, as torch does; gradients of a finished step
-        include the factors that its optimizer applied. If that is impossible, `lost` names a parameter at the launch.
+        With ``keep``, add to the reduced gradients that are still in ``.grad``, as torch does; gradients of a finished
+        step include the factors that its optimizer applied. If that is impossible, ``lost`` names a parameter at the
+        launch.
         """
         accumulates = self.attribute.accumulates if keep else bytes(len(self.params))
         accumulated_shard, held = None, dict[int, torch.Tensor]()
@@ -162,7 +165,7 @@ class Bucket:
 
     @torch.no_grad()
     def _copy_accumulated(self, accumulates: bytes) -> torch.Tensor:
-        """Copy the accumulated gradients, [shard]. Autograd adds in place to those in `.grad`, which need no copy."""
+        """Copy the accumulated gradients, [shard]. Autograd adds in place to those in ``.grad``, which need no copy."""
         for memory, factor in self._owed():
             memory.mul_(factor)
         copy = torch.zeros_like(self.memory.owned_grad)
@@ -182,7 +185,7 @@ class Bucket:
     def fill(self, index: int) -> None:
         """Move a gradient into borrowed memory when it arrives, if memory is available without waiting.
 
-        Only for the bucket that is launched next; `launch` moves the rest.
+        Only for the bucket that is launched next; ``launch`` moves the rest.
         """
         if torch.is_grad_enabled():  # under create_graph
             return
@@ -217,7 +220,7 @@ class Bucket:
     def launch(self, collectives: Collectives, *, watched: bool = True) -> None:
         """Start the reduction over the data group. Every rank of the group launches its buckets in the same order.
 
-        Pass `watched=False` only if no user code runs until the reduction is done.
+        Pass ``watched=False`` only if no user code runs until the reduction is done.
         """
         self._expect(BucketState.ACCUMULATING, "launched")
         memory, step = self.memory, self.step
@@ -238,7 +241,7 @@ class Bucket:
             memory.pool.in_flight.append((self.wait, memory.grad))
 
     def watch(self) -> None:
-        """Put placeholders into `.grad` if `launch` has left gradients there that are being reduced."""
+        """Put placeholders into ``.grad`` if ``launch`` has left gradients there that are being reduced."""
         if self.attribute.shown is self.memory.views:
             self.attribute.collect(range(len(self.params)), self.memory.views, None)
 
@@ -335,7 +338,7 @@ class Bucket:
         return self.memory.owned_grad.clone() if self.step.sums else None
 
     def restore(self, reduced: torch.Tensor) -> None:
-        """Continue from the result of `reduced_so_far`, in a step that has just begun."""
+        """Continue from the result of ``reduced_so_far``, in a step that has just begun."""
         self._expect(BucketState.ACCUMULATING, "restored")
         self.memory.owned_grad.copy_(reduced)
         self.step.sums = 1
@@ -345,14 +348,14 @@ class Bucket:
     # -- once it is reduced -----------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Set every parameter's `.grad`: its view, or a placeholder if it is sharded or not scaled yet."""
+        """Set every parameter's ``.grad``: its view, or a placeholder if it is sharded or not scaled yet."""
         if self.step.state is BucketState.ACCUMULATING:
             self.attribute.accumulate_into(self.memory.views)
         else:
             self.attribute.show(self.memory.views if self.step.is_full_grad and not self.scale_is_due else None)
 
     def follow_edits(self) -> str | None:
-        """Apply the user's edits of `.grad` since the reduction. Returns a message if a shard cannot follow one."""
+        """Apply the user's edits of ``.grad`` since the reduction. Returns a message if a shard cannot follow one."""
         problem = self.attribute.follow_edits()
         for index in self.attribute.take_zeroed():
             self.valid_part(index).zero_()
@@ -360,7 +363,7 @@ class Bucket:
         return problem
 
     def take_edits(self) -> None:
-        """Apply the user's edits of `.grad` as `follow_edits` does; raises SyncError if one cannot be followed."""
+        """Apply the user's edits of ``.grad`` as ``follow_edits`` does; raises SyncError if one cannot be followed."""
         problem = self.follow_edits()
         if problem is not None:
             raise SyncError(f"rank {dist.get_rank()}: {problem}")

@@ -12,9 +12,9 @@ from core.distributed.layout.param_layout import BucketLayout
 class BucketMemory:
     """Gradients and parameters of a bucket, full and this rank's shard of them.
 
-    With a pool, a rank keeps only its shard of gradients: `memory` is [shard] instead of [layout.numel], and `grad` and
-    `views` are empty except between `borrow` and `give_back`. `param_data` are full parameters, [layout.numel], if only
-    the optimizer is sharded; `param_shard` is [shard], if a rank keeps no more of them.
+    With a pool, a rank keeps only its shard of gradients: ``memory`` is [shard] instead of [layout.numel], and ``grad``
+    and ``views`` are empty except between ``borrow`` and ``give_back``. ``param_data`` are full parameters,
+    [layout.numel], if only the optimizer is sharded; ``param_shard`` is [shard], if a rank keeps no more of them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class BucketMemory:
         return full[low:high]
 
     def keep(self, shard: torch.Tensor, *, adds: bool = False) -> None:
-        """Store `shard`, on the device, as this rank's shard of gradients, or add it to the stored one."""
+        """Store ``shard``, on the device, as this rank's shard of gradients, or add it to the stored one."""
         if self.owned_grad.device == self.device:
             self.owned_grad.add_(shard) if adds else self.owned_grad.copy_(shard)
             return

@@ -37,7 +37,7 @@ class BucketPool:
         self.in_flight: deque[tuple[Callable[[], object], torch.Tensor]] = deque()
 
     def has_room(self, numel: int) -> bool:
-        """Return True if `acquire` would not wait."""
+        """Return True if ``acquire`` would not wait."""
         taken = [memory.numel() for memory in self.held if memory is not None]
         return len(taken) < POOL_BUCKETS and sum(taken) + numel <= self.memory.numel()
 

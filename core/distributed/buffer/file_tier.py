@@ -64,7 +64,7 @@ class FileTier(MemoryTier):
     def new_shared(self, nbytes: int, *, is_first: bool) -> int:
         """Create a file for memory that ranks map from each other, and return its descriptor, which the caller closes.
 
-        Only the first rank reserves the disk space. An OSError is also stored in `refused`, because all ranks must
+        Only the first rank reserves the disk space. An OSError is also stored in ``refused``, because all ranks must
         learn it.
         """
         try:

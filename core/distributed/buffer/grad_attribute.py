@@ -1,7 +1,7 @@
-"""GradAttribute: `.grad` of a bucket's parameters, and the user's changes to it. No other file writes `.grad`.
+"""GradAttribute: ``.grad`` of a bucket's parameters, and the user's changes to it. No other file writes ``.grad``.
 
-torch's rules hold: a backward adds to `.grad`, None means no gradient, and an edit counts. While a gradient is in
-flight, sharded or not scaled yet, `.grad` is a GradPlaceholder. An edit that cannot be followed is rejected.
+torch's rules hold: a backward adds to ``.grad``, None means no gradient, and an edit counts. While a gradient is in
+flight, sharded or not scaled yet, ``.grad`` is a GradPlaceholder. An edit that cannot be followed is rejected.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _WRITTEN = "grad_added_to_main_grad"  # set by a fused kernel of user code that 
 
 
 class GradAttribute:
-    """Manages `.grad` of a bucket's parameters.
+    """Manages ``.grad`` of a bucket's parameters.
 
-    `used` has 1 for each parameter with a gradient in this step: on this rank, and on any rank once ranks have agreed.
+    ``used`` has 1 for each parameter with a gradient in this step: on this rank, and on any rank once ranks have
+    agreed.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
@@ -56,7 +57,7 @@ class GradAttribute:
                 param.grad = wanted
 
     def begin(self, accumulates: bytes) -> None:
-        """Begin a step that adds to the gradients with a 1 in `accumulates`.
+        """Begin a step that adds to the gradients with a 1 in ``accumulates``.
 
         If these are hidden, their placeholders stay, to show if the user drops them.
         """
@@ -66,7 +67,7 @@ class GradAttribute:
         self.edited = False
 
     def hold(self, accumulates: bytes, *, apart: bool) -> dict[int, torch.Tensor]:
-        """Return the gradients in `.grad` that the step adds to, by index; with `apart`, copied to separate memory
+        """Return the gradients in ``.grad`` that the step adds to, by index; with ``apart``, copied to separate memory
         first.
         """
         indices = [index for index, flag in enumerate(accumulates) if flag]
@@ -76,7 +77,7 @@ class GradAttribute:
         return {index: grad for index, grad in held if grad is not None}
 
     def take(self, index: int) -> torch.Tensor | None:
-        """Return the gradient in `.grad`; for a placeholder the gradient that autograd has added to it."""
+        """Return the gradient in ``.grad``; for a placeholder the gradient that autograd has added to it."""
         grad = self.params[index].grad
         return grad.added if type(grad) is GradPlaceholder else grad
 
@@ -88,11 +89,11 @@ class GradAttribute:
         *,
         watched: bool = True,
     ) -> None:
-        """Copy gradients into `views`, wherever the user or autograd stored them.
+        """Copy gradients into ``views``, wherever the user or autograd stored them.
 
-        `without` says of each parameter if it counts as used without a gradient now; None if an earlier microbatch has
-        decided that. `watched` puts placeholders into `.grad`, so that gradients which arrive before the reduction is
-        done are detected. Pass False only if no user code runs until then.
+        ``without`` says of each parameter if it counts as used without a gradient now; None if an earlier microbatch
+        has decided that. ``watched`` puts placeholders into ``.grad``, so that gradients which arrive before the
+        reduction is done are detected. Pass False only if no user code runs until then.
         """
         if watched and not self.placeholders:
             self._make_placeholders()
@@ -151,7 +152,7 @@ class GradAttribute:
         return True
 
     def withdraw(self, but: bytes = b"") -> None:
-        """Leave only unreduced gradients in `.grad`. A parameter with a 1 in `but` keeps its placeholder."""
+        """Leave only unreduced gradients in ``.grad``. A parameter with a 1 in ``but`` keeps its placeholder."""
         if 1 not in but:
             but = bytes(len(self.params))
         for param, stays in zip(self.params, but, strict=True):
@@ -163,7 +164,7 @@ class GradAttribute:
         self.collected = bytearray(len(self.params))
 
     def has_dropped(self, index: int) -> bool:
-        """Return True if the user dropped a gradient that `begin` kept. False for one that is already collected."""
+        """Return True if the user dropped a gradient that ``begin`` kept. False for one that is already collected."""
         placeholder = self.placeholders[index]
         dropped = self.params[index].grad is not placeholder or placeholder.zeroed
         return dropped and not self.collected[index]
@@ -178,7 +179,7 @@ class GradAttribute:
 
     @property
     def has_late(self) -> bool:
-        """True if a hook, or the user, has put a gradient into `.grad` since the bucket was launched."""
+        """True if a hook, or the user, has put a gradient into ``.grad`` since the bucket was launched."""
         return not self._untouched(self.shown) and any(
             self._late(index) is not None for index in range(len(self.params))
         )
@@ -196,7 +197,7 @@ class GradAttribute:
     # -- once gradients are reduced -----------------------------------------------------------------------------------
 
     def show(self, grads: Sequence[torch.Tensor] | None) -> None:
-        """Put reduced gradients into `.grad`, or placeholders if they are sharded or not scaled yet (None).
+        """Put reduced gradients into ``.grad``, or placeholders if they are sharded or not scaled yet (None).
 
         A parameter that no rank has used gets None, so that torch's optimizers skip it.
         """
@@ -216,18 +217,18 @@ class GradAttribute:
 
     @property
     def is_hidden(self) -> bool:
-        """True if `show` or `collect` has put placeholders into `.grad`."""
+        """True if ``show`` or ``collect`` has put placeholders into ``.grad``."""
         return self.shown is self.placeholders
 
     @property
     def accumulates(self) -> bytes:
-        """1 for each parameter whose reduced gradient is still in `.grad`, so that the next backward adds to it."""
+        """1 for each parameter whose reduced gradient is still in ``.grad``, so that the next backward adds to it."""
         grads = zip(self.params, self.shown, self.used, strict=True)
         return bytes(used and param.grad is grad and not getattr(grad, "zeroed", False) for param, grad, used in grads)
 
     @torch.no_grad()
     def follow_edits(self) -> str | None:
-        """Copy the user's edits of `.grad` into the buffer, or return why an edit cannot be followed."""
+        """Copy the user's edits of ``.grad`` into the buffer, or return why an edit cannot be followed."""
         hidden = self.shown is self.placeholders
         self.edited = self.edited or not (hidden or self.shown[0]._version == self.version)
         if self._untouched(self.shown):
@@ -246,7 +247,7 @@ class GradAttribute:
         return None
 
     def take_zeroed(self) -> list[int]:
-        """Return and forget the parameters whose placeholder was zeroed since `show`."""
+        """Return and forget the parameters whose placeholder was zeroed since ``show``."""
         if self.shown is not self.placeholders:
             return []
         zeroed = [index for index, placeholder in enumerate(self.placeholders) if placeholder.zeroed]
@@ -266,7 +267,7 @@ class GradAttribute:
         self.placeholders = [GradPlaceholder.of(param, name, self.dtype, self) for param, name in pairs]
 
     def _untouched(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Check in one C pass that each tensor is in its parameter's `.grad` and that no placeholder was added to."""
+        """Check in one C pass that each tensor is in its parameter's ``.grad`` and that no placeholder was added to."""
         in_place = all(map(operator.is_, map(_GRAD, self.params), grads))
         return in_place and not any(map(_TOUCHED, self.placeholders))
 

@@ -39,10 +39,10 @@ def move_to(views: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> No
 class GradBuffer:
     """Gradient memory with a BufferLayout, and its buckets.
 
-    `grad_data` is [numel]. If a rank keeps only its shards of gradients, it is [numel / shards], without the
-    `offloaded` ones, which are given by bucket index. `param_data` is [numel] if the optimizer is sharded and
-    parameters are not, else None; `param_shards` has each bucket's shard if they are. Sums of gradients are divided by
-    `divisor`.
+    ``grad_data`` is [numel]. If a rank keeps only its shards of gradients, it is [numel / shards], without the
+    ``offloaded`` ones, which are given by bucket index. ``param_data`` is [numel] if the optimizer is sharded and
+    parameters are not, else None; ``param_shards`` has each bucket's shard if they are. Sums of gradients are divided
+    by ``divisor``.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GradBuffer:
         return self.layout.numel
 
     def zero(self) -> None:
-        """Zero all gradients and attach them to `.grad` again."""
+        """Zero all gradients and attach them to ``.grad`` again."""
         for bucket in self.buckets:
             bucket.memory.await_copy()
         for memory in (self.grad_data, *self.offloaded):

@@ -1,8 +1,8 @@
-"""GradPlaceholder: the value of `.grad` while a gradient is in flight, sharded, or not scaled yet.
+"""GradPlaceholder: the value of ``.grad`` while a gradient is in flight, sharded, or not scaled yet.
 
-With None instead, `torch.nn.utils.clip_grad_norm_` would return 0 and clip nothing, and an edit would change nothing.
-The placeholder also shows which gradients the user has dropped (`p.grad = None`, any zero_grad). The next backward adds
-to the others, as torch's rule for `.grad` says.
+With None instead, ``torch.nn.utils.clip_grad_norm_`` would return 0 and clip nothing, and an edit would change nothing.
+The placeholder also shows which gradients the user has dropped (``p.grad = None``, any zero_grad). The next backward
+adds to the others, as torch's rule for ``.grad`` says.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GradPlaceholder(torch.Tensor):
 
     @classmethod
     def of(cls, param: nn.Parameter, name: str, dtype: torch.dtype, owner: Any) -> GradPlaceholder:
-        """Make the placeholder of a parameter's gradient. `owner` lives as long as the wrapper; only a weak reference
+        """Make the placeholder of a parameter's gradient. ``owner`` lives as long as the wrapper; only a weak reference
         is kept.
         """
         memory = torch.empty(param.shape, dtype=dtype, device=param.device)

@@ -10,7 +10,7 @@ from core.distributed.wire import huge_pages
 
 
 class MemoryTier:
-    """Memory of one wrapped model's offloaded shards on this rank. `place` names it for messages."""
+    """Memory of one wrapped model's offloaded shards on this rank. ``place`` names it for messages."""
 
     place: str
     failure: str | None = None  # why the tier could not store new data; no further step is possible then

@@ -1,7 +1,7 @@
 """Hooks on tensors that autograd saves for backward: find the active hooks, and save a tensor unchanged.
 
 torch calls only the innermost hooks, and does not check the version of a tensor that passed through any hook. Hooks
-that do not handle a tensor pass it to the outer hooks, or save it with `save_unchanged`, which keeps the check.
+that do not handle a tensor pass it to the outer hooks, or save it with ``save_unchanged``, which keeps the check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def save_unchanged(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def load_unchanged(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """Return a tensor that `save_unchanged` has saved.
+    """Return a tensor that ``save_unchanged`` has saved.
 
     Raises:
         RuntimeError: If the tensor was written in place since, as autograd says it without hooks.

@@ -1,9 +1,9 @@
 """GradientContract: the reductions that one parameter's gradient needs, read once from its tags at the wrap.
 
 Tags are read here and in core/groups/param_attributes.py only. For a parameter, each parallel axis is one of three
-things: its ranks hold different slices (`sharded_over`), they hold partial gradients that must be added or averaged
-(`partial_over`, `averaged_over`), or their gradients are already equal. Gradients of all parameters are partial over
-data parallelism. Expert parameters have a separate data group.
+things: its ranks hold different slices (``sharded_over``), they hold partial gradients that must be added or averaged
+(``partial_over``, ``averaged_over``), or their gradients are already equal. Gradients of all parameters are partial
+over data parallelism. Expert parameters have a separate data group.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GradSyncRule:
     A rule only gets gradients that are already reduced over the data group.
 
     Args:
-        name: Name for messages and `describe()`.
+        name: Name for messages and ``describe()``.
         group: A field of ProcessGroups ('tp', 'embd', ...).
         op: 'sum' or 'mean'.
         serves: Returns True for the contracts that the rule reduces.
@@ -116,7 +116,7 @@ def declare_gradient(
 
     A wrong declaration is a wrong gradient: ranks of a partial axis would train on their part only. With both arguments
     empty, the gradient is declared complete on every tensor-parallel rank. For example, a q/k norm weight gets
-    gradients from this rank's heads only, so use `declare_gradient(weight, partial_over=("tp",))`.
+    gradients from this rank's heads only, so use ``declare_gradient(weight, partial_over=("tp",))``.
 
     Args:
         param: The parameter.
@@ -134,7 +134,7 @@ def divisor_of(groups: ProcessGroups, config: Any) -> int:
     """Return the divisor of a gradient's sum over its data group: the size of 'dp_cp', for experts too.
 
     An expert's gradient is a sum over the tokens of all expert-parallel ranks, although fewer ranks hold a copy of the
-    expert. With `calculate_per_token_loss` the divisor is 1, because finalize_model_grads divides by the number of
+    expert. With ``calculate_per_token_loss`` the divisor is 1, because finalize_model_grads divides by the number of
     tokens.
 
     Args:
@@ -152,7 +152,7 @@ def read_tags(param: nn.Parameter, embeddings: Mapping[int, str]) -> Tags:
 
     Args:
         param: The parameter.
-        embeddings: Result of `embeddings_of`.
+        embeddings: Result of ``embeddings_of``.
     """
     if type(param) is nn.Parameter and not vars(param) and id(param) not in embeddings:
         return UNTAGGED  # the usual case: saves half of the time of reading a contract

@@ -35,7 +35,7 @@ class Placement:
     """Options for keeping parameter buckets unsharded and for offloading shards, as fractions of bytes.
 
     A bucket is never divided, so each fraction is met within half a bucket. Buckets are ordered by their use in a
-    forward (see `memstats`).
+    forward (see ``memstats``).
 
     Args:
         shard_param_frac: Fraction of parameters that is freed after use, under 'optim_grads_params'. The rest, which is
@@ -154,7 +154,7 @@ class Placement:
 
 
 def first_of(nbytes: Sequence[int], fraction: float) -> set[int]:
-    """Return the indices of the first `fraction` of all bytes: items of these sizes whose middle is inside it."""
+    """Return the indices of the first ``fraction`` of all bytes: items of these sizes whose middle is inside it."""
     limit, reached, chosen = fraction * sum(nbytes), 0, set()
     for index, size in enumerate(nbytes):
         if reached + size / 2 < limit:

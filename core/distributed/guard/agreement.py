@@ -28,8 +28,8 @@ from core.groups.agree import SyncError
 class ControlGroup:
     """Buckets of one data group, and a group of the same ranks for their agreement once a step.
 
-    On CUDA `group` is the control group, if any, so that reading the answer does not stop the stream. Without a control
-    group (create_gloo_process_groups=False) every step waits for the device once.
+    On CUDA ``group`` is the control group, if any, so that reading the answer does not stop the stream. Without a
+    control group (create_gloo_process_groups=False) every step waits for the device once.
     """
 
     name: str
@@ -230,7 +230,7 @@ def unequal_copies(
 ) -> SyncError:
     """Return the error for copies that only some ranks of a group train or have used. Collective.
 
-    A copy on another stage may have another name. `alike` has 1 for each member that must have been used on all ranks
+    A copy on another stage may have another name. ``alike`` has 1 for each member that must have been used on all ranks
     or on none.
     """
     mine = [

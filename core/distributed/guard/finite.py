@@ -53,7 +53,7 @@ class GradWatch(Protocol):
 class NonFiniteWatch:
     """Records the microbatch in which each parameter's gradient became non-finite.
 
-    The hook of every parameter calls `look`, which queues one small operation on the device and does not wait for it.
+    The hook of every parameter calls ``look``, which queues one small operation on the device and does not wait for it.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -252,7 +252,7 @@ def unequal_gradients(
 
 
 def _compare_over(name: str, served: Sequence[Member], group: dist.ProcessGroup, tolerance: float) -> str | None:
-    """Return a text about the first difference between the ranks of a group. `served` is in the order of backward."""
+    """Return a text about the first difference between the ranks of a group. ``served`` is in the order of backward."""
     direction = functools.cache(_direction)
     found = (_sketch(bucket.valid_part(i), tolerance, direction).to(bucket.device) for bucket, i in served)
     sketches = torch.stack(list(found))
@@ -336,7 +336,7 @@ def _sketch(part: torch.Tensor, tolerance: float, direction: Direction) -> torch
 
 
 def _direction(numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return normal vectors for the columns and rows of a table of `numel` elements.
+    """Return normal vectors for the columns and rows of a table of ``numel`` elements.
 
     A projection on their outer product is about as large as the projected values, at the cost of sqrt(numel) numbers.
     """

@@ -146,7 +146,7 @@ def compare_first_step(watches: Sequence[FirstSteps], weights: Sequence[WeightWa
 def _untied_parameter(watches: Sequence[FirstSteps], groups: ProcessGroups) -> Finding | None:
     """Find a parameter that two stages hold under one global name, without a rule that adds its gradients. Collective.
 
-    Names count only if a module declares them (`global_names`), because stages number their own layers otherwise.
+    Names count only if a module declares them (``global_names``), because stages number their own layers otherwise.
     """
     if groups.size("pp") == 1:
         return None

@@ -117,9 +117,9 @@ class Reduction(Protocol):
 class StepGuard:
     """Rejects an optimizer's step on unreduced gradients of one wrapped model chunk.
 
-    Without `finalize_model_grads` every rank would train on its own data, without any error. torch calls a hook before
-    every `optimizer.step()`, until `owner` is deleted. The check costs one flag, and one pass over the parameters of a
-    new optimizer. `params` are the ids of the reduced parameters.
+    Without ``finalize_model_grads`` every rank would train on its own data, without any error. torch calls a hook
+    before every ``optimizer.step()``, until ``owner`` is deleted. The check costs one flag, and one pass over the
+    parameters of a new optimizer. ``params`` are the ids of the reduced parameters.
     """
 
     def __init__(self, owner: nn.Module, reducer: Reduction, params: Collection[int], weights: WeightWatch) -> None:

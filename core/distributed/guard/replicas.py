@@ -1,8 +1,8 @@
 """Comparison of weight copies, which must be the same on all ranks. Buffers of modules are not compared.
 
-Copies are compared at the wrap, after the first two optimizer steps, and every `check_weights_interval` steps. Within a
-step a program may change each rank's copies differently, as sharpness-aware minimization and per-rank noise do. So
-checksums are computed after an optimizer's step, or when the next step begins, and `finalize_model_grads` compares
+Copies are compared at the wrap, after the first two optimizer steps, and every ``check_weights_interval`` steps. Within
+a step a program may change each rank's copies differently, as sharpness-aware minimization and per-rank noise do. So
+checksums are computed after an optimizer's step, or when the next step begins, and ``finalize_model_grads`` compares
 them. Weights differ only if they also differ there. Our optimizer compares before it writes, because a gather would mix
 different weights.
 """
@@ -149,7 +149,7 @@ def refuse_unequal(
     """Raise the finding of any rank on all ranks: LayoutMismatch if copies differed from the start, or else
     ReplicaDriftError.
 
-    Collective: at the wrap (step 0) over one stage, later over the job. `describe` returns lines that explain the
+    Collective: at the wrap (step 0) over one stage, later over the job. ``describe`` returns lines that explain the
     finding if ranks differ.
     """
     chain = control_of_stage(groups) if step == 0 else world_groups(groups)
@@ -199,7 +199,7 @@ class WeightWatch:
         self.sums: dict[str, list[torch.Tensor]] | None = None  # checksums by group, since the last optimizer's step
 
     def record(self, *, again: bool = False) -> None:
-        """Compute the checksums if they are due, and `again` if they were computed before. Local, without a wait."""
+        """Compute the checksums if they are due, and ``again`` if they were computed before. Local, without a wait."""
         if self.is_due and (again or self.sums is None):
             self.sums = self._sums()
 
@@ -212,7 +212,7 @@ class WeightWatch:
         """Return the weights that ranks of this stage hold copies of, by group and name.
 
         Data ranks hold no copies of shards, but the ranks of other optimizer instances do. Frozen parameters that are
-        sharded are left out, because nothing writes them. `cut` is False at the wrap, before parameters are sharded.
+        sharded are left out, because nothing writes them. ``cut`` is False at the wrap, before parameters are sharded.
         """
         named = self.plan.named if cut else {}
         parts = ((name, self.params.own_part_of(param)) for name, param in named.items())
@@ -233,7 +233,7 @@ class WeightWatch:
         return not all(equal)
 
     def end_step(self, step: int, *, counts: bool) -> None:
-        """Decide if weights are compared after this step. `counts` is False if it is not one of the first steps."""
+        """Decide if weights are compared after this step. ``counts`` is False if it is not one of the first steps."""
         self.is_due = (counts and self.left > 0) or (self.interval > 0 and (step + 1) % self.interval == 0)
         self.left -= counts and self.left > 0
 
@@ -262,7 +262,7 @@ def _unequal_across_stages(watches: Sequence[WeightWatch], groups: ProcessGroups
 def compare_weights(watches: Sequence[WeightWatch], step: int, describe: Describe, *, at_once: bool = False) -> None:
     """Compare the copies of one model's weights, if that is due. Collective: every rank of the job must call it.
 
-    With `at_once`, compare the current values, before an optimizer writes them. Raises as `refuse_unequal`.
+    With ``at_once``, compare the current values, before an optimizer writes them. Raises as ``refuse_unequal``.
     """
     first, groups = watches[0], watches[0].groups
     if not first.compares or not (first.is_due or step == 1):

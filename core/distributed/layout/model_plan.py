@@ -153,7 +153,7 @@ def plan_model(
 ) -> ModelPlan:
     """Read contracts and lay out buffers. Local; changes nothing.
 
-    `owned` are ids of parameters that another wrapper already reduces. `without_memory` plans a model on the meta
+    ``owned`` are ids of parameters that another wrapper already reduces. ``without_memory`` plans a model on the meta
     device that is never wrapped, and skips checks that need memory, such as two parameters that share it.
 
     Raises:
@@ -299,7 +299,7 @@ def _copies(
     groups: ProcessGroups,
     rules: Sequence[GradSyncRule],
 ) -> dict[str, list[str]]:
-    """Compute `ModelPlan.copies`. Frozen parameters count as weights, and a user's rule makes copies too."""
+    """Compute ``ModelPlan.copies``. Frozen parameters count as weights, and a user's rule makes copies too."""
     rules = [rule for rule in rules if groups.size(rule.group) > 1]
     embeddings = embeddings_of(modules.values()) if len(contracts) < len(named) else {}  # for frozen parameters
     copies: dict[str, list[str]] = {}

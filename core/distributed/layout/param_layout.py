@@ -32,7 +32,7 @@ HIGH_BUSBW_ALIGNMENT = 2**16  # elements: NCCL's rings reach full bus bandwidth 
 
 
 def pad_to_multiple(value: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `value`."""
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -75,7 +75,7 @@ Placed = list[tuple[ParamSpec, int]]  # parameters of one bucket, each with its 
 class BucketLayout:
     """Elements [start, end) of a buffer that one collective reduces, padding at the end included.
 
-    `shards` is the number of equal parts, one for each rank of the shard group; 1 if the buffer is not sharded.
+    ``shards`` is the number of equal parts, one for each rank of the shard group; 1 if the buffer is not sharded.
     """
 
     index: int
@@ -115,7 +115,7 @@ class BucketLayout:
 class BufferLayout:
     """One contiguous buffer and its buckets in launch order.
 
-    `shards` is the number of ranks in the shard group, even if the buffer is not sharded.
+    ``shards`` is the number of ranks in the shard group, even if the buffer is not sharded.
     """
 
     key: BufferKey
@@ -148,7 +148,7 @@ def resolve_bucket_size(
 ) -> int | None:
     """Return the number of elements after which a bucket is closed, or None for one bucket of any size.
 
-    Without overlap, or if gradients are not on the critical path (`one_bucket`), splitting only adds latency. If
+    Without overlap, or if gradients are not on the critical path (``one_bucket``), splitting only adds latency. If
     gradients are sharded, full ones take as much memory as two buckets, so buckets are always split.
     """
     if not shards_gradients and (not overlap or one_bucket):
@@ -172,9 +172,9 @@ def plan_buffer(
 ) -> BufferLayout:
     """Lay out one buffer of parameters with equal keys, in registration order.
 
-    A bucket is closed after `bucket_size` elements (None: never), or with `strict_size` before only a single parameter
-    may exceed it. `sharded` aligns parameters and buckets for equal shards, and `high_busbw` pads bucket ends to
-    multiples of 2**16 elements.
+    A bucket is closed after ``bucket_size`` elements (None: never), or with ``strict_size`` before only a single
+    parameter may exceed it. ``sharded`` aligns parameters and buckets for equal shards, and ``high_busbw`` pads bucket
+    ends to multiples of 2**16 elements.
     """
     parts = shards if sharded else 1
     limit = math.inf if bucket_size is None else bucket_size
@@ -222,7 +222,7 @@ def spread_over_shards(specs: Sequence[ParamSpec], shards: int, end_alignment: i
     """Place every parameter inside one of the equal shards: the largest first, each into the emptiest shard.
 
     Returns each parameter with its offset, in order of offset, and the number of elements in all shards, which is a
-    multiple of `end_alignment`.
+    multiple of ``end_alignment``.
     """
     loads = [(0, shard) for shard in range(shards)]
     chosen: list[tuple[int, int, ParamSpec]] = []  # (shard, offset in it, parameter)

@@ -64,7 +64,7 @@ def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Pla
 
 
 def _first_uses(stats: MemStats | None, buckets: Sequence[Where]) -> dict[Where, int]:
-    """Return the position of each used bucket in the order of first uses. `buckets` are ordered by their number."""
+    """Return the position of each used bucket in the order of first uses. ``buckets`` are ordered by their number."""
     uses = () if stats is None else stats.uses
     unknown = sorted(set(uses) - set(range(len(buckets))))
     if unknown:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def check_modules(root: nn.Module, modules: Mapping[str, nn.Module], *, reads_seen: bool) -> None:
     """Reject a ScriptModule, and a wrapper of torch's inside the model, by ValueError.
 
-    `reads_seen` is True if a parameter's class must see each read of it, as with sharded parameters.
+    ``reads_seen`` is True if a parameter's class must see each read of it, as with sharded parameters.
     """
     if isinstance(root, torch.jit.ScriptModule):
         raise ValueError(

@@ -21,10 +21,10 @@ BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # SyncBatchNorm is
 
 
 class BufferSync:
-    """Torch DDP's `broadcast_buffers` for one wrapped model chunk: one broadcast of bytes for each data group.
+    """Torch DDP's ``broadcast_buffers`` for one wrapped model chunk: one broadcast of bytes for each data group.
 
     Buffers such as BatchNorm statistics follow each rank's own data, so ranks would evaluate and save different models.
-    As in torch, a forward begins with a broadcast if the previous forward recorded gradients outside `no_sync`. An
+    As in torch, a forward begins with a broadcast if the previous forward recorded gradients outside ``no_sync``. An
     evaluation after a training step therefore uses the first rank's buffers. If gradients are sharded, a broadcast in
     the middle of a step could wait for a rank that waits for memory, so there is only one in each step.
 
@@ -51,7 +51,7 @@ class BufferSync:
     def chosen(
         cls, module: nn.Module, contracts: Mapping[str, GradientContract], groups: ProcessGroups, asked: bool | None
     ) -> BufferSync | None:
-        """Create the broadcaster if the config's `broadcast_buffers` asks for it and the module has buffers, else
+        """Create the broadcaster if the config's ``broadcast_buffers`` asks for it and the module has buffers, else
         return None.
 
         Collective over the data groups. If the option was not set, the first data rank warns about BatchNorm layers.
@@ -73,8 +73,8 @@ class BufferSync:
     def before_forward(self, steps: int, *, syncs: bool, once_a_step: bool) -> None:
         """Broadcast the buffers if a broadcast is due.
 
-        `steps` counts the finalized steps, and `syncs` is True if this forward's gradients will be reduced.
-        `once_a_step` limits broadcasts to one in each step.
+        ``steps`` counts the finalized steps, and ``syncs`` is True if this forward's gradients will be reduced.
+        ``once_a_step`` limits broadcasts to one in each step.
         """
         was_due, self.is_due = self.is_due, syncs
         if was_due and not (once_a_step and steps == self.last_step):
@@ -106,7 +106,7 @@ class BufferSync:
 
 
 def _unpack(packed: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
-    """Copy through `.data`, so that a graph which saved a buffer does not see its version change."""
+    """Copy through ``.data``, so that a graph which saved a buffer does not see its version change."""
     sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
     for buffer, begin, size in zip(buffers, itertools.accumulate(sizes, initial=0), sizes, strict=False):
         buffer.copy_(packed[begin : begin + size].view(buffer.dtype).view(buffer.shape))

@@ -1,11 +1,11 @@
-"""Weight gradients that a user's kernel adds to `main_grad` itself, as Megatron's and TransformerEngine's layers do.
+"""Weight gradients that a user's kernel adds to ``main_grad`` itself, as Megatron's and TransformerEngine's layers do.
 
-Such a kernel sets `param.grad_added_to_main_grad = True`. It returns a dummy gradient to autograd, often
-uninitialized, so that hooks run. Here `.grad` is the buffer, so autograd would add the dummy to it. A parameter is
-therefore declared before the wrap by `param.grad_added_to_main_grad = False`. A tensor hook then replaces the dummy
+Such a kernel sets ``param.grad_added_to_main_grad = True``. It returns a dummy gradient to autograd, often
+uninitialized, so that hooks run. Here ``.grad`` is the buffer, so autograd would add the dummy to it. A parameter is
+therefore declared before the wrap by ``param.grad_added_to_main_grad = False``. A tensor hook then replaces the dummy
 with zeros.
 
-With `param.zero_out_wgrad = True` the dummy is zeros and is added. Set it if one backward uses a weight both with and
+With ``param.zero_out_wgrad = True`` the dummy is zeros and is added. Set it if one backward uses a weight both with and
 without the kernel (a tied embedding), because autograd adds the dummy to the gradient from the other use.
 """
 
@@ -35,7 +35,7 @@ def ignore_dummies(param: nn.Parameter, name: str) -> None:
 
 
 def check_declared(param: torch.Tensor, name: str) -> None:
-    """Check that a kernel which set `grad_added_to_main_grad` may do so, and clear the flag.
+    """Check that a kernel which set ``grad_added_to_main_grad`` may do so, and clear the flag.
 
     Autograd has just added to the parameter's gradient. Raises SyncError if that was the dummy of a kernel whose
     parameter was not declared.
@@ -50,7 +50,7 @@ def check_declared(param: torch.Tensor, name: str) -> None:
 
 
 def take_flag(param: torch.Tensor, name: str) -> None:
-    """Clear `grad_added_to_main_grad` for the next backward.
+    """Clear ``grad_added_to_main_grad`` for the next backward.
 
     Raises SyncError if the memory the kernel added to is not this step's gradient.
     """

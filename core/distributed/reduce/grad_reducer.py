@@ -1,10 +1,10 @@
 """GradReducer: turns autograd's gradients into reduced buckets, in one launch order shared by all ranks of a stage.
 
-Collectives match by order, so buckets are always launched in that order, whichever gradient arrives first. `start` or
-`finish` launches the rest. A rank that did not use a parameter contributes zeros, and no rank waits for it.
+Collectives match by order, so buckets are always launched in that order, whichever gradient arrives first. ``start`` or
+``finish`` launches the rest. A rank that did not use a parameter contributes zeros, and no rank waits for it.
 
-With `every_microbatch` the end of each backward launches every bucket. All ranks must run equally many backwards, so
-they agree before each one. If a rank ends its step early, it adds zeros (`may_join`), or all ranks raise an error.
+With ``every_microbatch`` the end of each backward launches every bucket. All ranks must run equally many backwards, so
+they agree before each one. If a rank ends its step early, it adds zeros (``may_join``), or all ranks raise an error.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Launches(Enum):
 class StepReport:
     """Cost of one step's gradients: times in milliseconds, bytes sent by this rank, collectives it took part in.
 
-    `exposed_ms` is host time from the last launch to the end of the last wait and sync rule, agreement between ranks
-    included. On CUDA a wait only queues work, so read the times of `events` there instead.
+    ``exposed_ms`` is host time from the last launch to the end of the last wait and sync rule, agreement between ranks
+    included. On CUDA a wait only queues work, so read the times of ``events`` there instead.
     """
 
     exposed_ms: float = 0.0
@@ -83,7 +83,7 @@ class GradReducer:
         problems: Returns messages about changes to the model since the wrap that its buffers cannot follow.
         launches: When buckets are launched.
         every_microbatch: True to reduce every backward, False to reduce only the last one of a step.
-        may_join: True if a rank may run fewer backwards than others under `every_microbatch`.
+        may_join: True if a rank may run fewer backwards than others under ``every_microbatch``.
         watch: Finds NaN and Inf in gradients as they arrive, or None.
         pop_gathers: Returns the gathers of sharded parameters since the last call.
     """
@@ -266,7 +266,7 @@ class GradReducer:
     def begin(self, *, keep: bool = True) -> None:
         """Begin a new step: every bucket accumulates again. The memory is unchanged.
 
-        With `keep`, the step adds to the reduced gradients that are still in `.grad`, as torch does.
+        With ``keep``, the step adds to the reduced gradients that are still in ``.grad``, as torch does.
         """
         self._join_streams()
         self.at_begin()
@@ -340,9 +340,9 @@ class GradReducer:
                 raise SyncError(refusal)
 
     def start(self, *, force_all_reduce: bool = False, early: bool = False, watched: bool = True) -> None:
-        """Launch the remaining buckets in order. Asynchronous: `finish` completes them. No-op on a complete step.
+        """Launch the remaining buckets in order. Asynchronous: ``finish`` completes them. No-op on a complete step.
 
-        `early` launches nothing if other models use the same communicators. For `watched` see Bucket.launch.
+        ``early`` launches nothing if other models use the same communicators. For ``watched`` see Bucket.launch.
         """
         if not self.open:
             if not self.has_new_step:
@@ -365,9 +365,9 @@ class GradReducer:
         self.state = StepState.LAUNCHED
 
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
-        """Complete the reduction over the data groups. Collective, after `agree_on_order`. Idempotent.
+        """Complete the reduction over the data groups. Collective, after ``agree_on_order``. Idempotent.
 
-        `then` is called with each bucket once it is reduced over its data group, in launch order.
+        ``then`` is called with each bucket once it is reduced over its data group, in launch order.
         """
         for chunk in self.pipeline_chunks():  # no chunk may launch after a chunk's agreement on some ranks only
             if chunk is self or chunk.state is not StepState.REDUCED:
@@ -471,7 +471,9 @@ class GradReducer:
 
 
 def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param: torch.Tensor) -> None:
-    """Handle autograd's addition to the gradient of parameter `index` of bucket `number`; hook of every parameter."""
+    """Handle autograd's addition to the gradient of parameter ``index`` of bucket ``number``; hook of every
+    parameter.
+    """
     reducer = reducer_of()
     if reducer is None:
         return
@@ -482,7 +484,7 @@ def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param
 
 
 def arrived_at_sharded(reducer_of: weakref.ref[GradReducer], number: int, index: int, param: torch.Tensor) -> None:
-    """Call `arrived` with torch functions disabled, which avoids a class check for each sharded parameter."""
+    """Call ``arrived`` with torch functions disabled, which avoids a class check for each sharded parameter."""
     with attributes_alone():
         arrived(reducer_of, number, index, param)
 

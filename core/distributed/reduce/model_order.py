@@ -4,7 +4,7 @@ A communicator pairs the n-th collective of one rank with the n-th of every othe
 fixes the order. Between models backward has no fixed order, because a rank may call them in another order or skip one.
 So if several models share a group, backward launches nothing, and each model's buckets are launched in its finalize.
 All ranks must make that call in the same order, and they ask each other which model is next. The chunks of one pipeline
-have a fixed order (`link_chunks`) and count as one model.
+have a fixed order (``link_chunks``) and count as one model.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class ModelOrder:
     def finish_begun_steps(self, control: dist.ProcessGroup | None) -> None:
         """Launch the rest of every step that any rank has begun to launch, before the first collective of a wrap.
 
-        Collective over `control`, a gloo group of the same ranks, because the data group may be busy. Without one each
-        rank decides alone. Raises SyncError on all ranks if a model was deleted in a step whose reductions only some
-        ranks have launched: the next collective would be paired with one of these reductions.
+        Collective over ``control``, a gloo group of the same ranks, because the data group may be busy. Without one
+        each rank decides alone. Raises SyncError on all ranks if a model was deleted in a step whose reductions only
+        some ranks have launched: the next collective would be paired with one of these reductions.
         """
         if self.wraps == 0:
             return

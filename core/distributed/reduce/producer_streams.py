@@ -10,7 +10,7 @@ class ProducerStreams:
 
     A model may run its layers on several streams, and autograd chooses the stream on which it accumulates a gradient.
     A reduction waits for the stream that launches it only. So every stream on which a gradient arrives is recorded, and
-    `join` makes the current stream wait for all of them before a bucket, borrowed memory or a shard is touched.
+    ``join`` makes the current stream wait for all of them before a bucket, borrowed memory or a shard is touched.
     """
 
     def __init__(self, device: torch.device) -> None:

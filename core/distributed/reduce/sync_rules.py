@@ -30,7 +30,7 @@ PACK_NUMEL = 2**24  # smaller ones share a collective of at most this many eleme
 
 @dataclass(slots=True)
 class PendingSync:
-    """One collective of a rule. If slices were packed into `flat`, `parts` are their original memory."""
+    """One collective of a rule. If slices were packed into ``flat``, ``parts`` are their original memory."""
 
     handle: InFlight
     parts: list[torch.Tensor]
@@ -47,7 +47,7 @@ class PendingSync:
 class GradSync:
     """The sync rules of one wrapped model chunk, planned once. Rules over a group of one rank are ignored.
 
-    `buckets` are in launch order, and `registration` has the parameters' names in an order that all ranks of a rule
+    ``buckets`` are in launch order, and ``registration`` has the parameters' names in an order that all ranks of a rule
     share.
     """
 
@@ -154,8 +154,8 @@ def agree_on_copies(chunks: Sequence[GradSync], written: tuple[bool, bool]) -> t
     """Mark a parameter as used on all ranks that hold copies of it if any of them used it.
 
     Collective, once a step, over each group of copies. The tensor-parallel group, and then the group of all stages,
-    carry an error to the other ranks. `written` is this rank's `StepAnswer.written`, and is returned combined over all
-    ranks of the model.
+    carry an error to the other ranks. ``written`` is this rank's ``StepAnswer.written``, and is returned combined over
+    all ranks of the model.
 
     Raises:
         SyncError: On every rank of the model, if a copy is frozen on some ranks only, or if it was used on some ranks

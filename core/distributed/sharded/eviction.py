@@ -42,7 +42,7 @@ class Kept:
 class Window:
     """Keeps a few buckets unsharded: enough for one layer's parameters, and all that one operation uses.
 
-    `prefetch` is the number of buckets that are gathered before they are used, if a gather is a collective: 0, or 1
+    ``prefetch`` is the number of buckets that are gathered before they are used, if a gather is a collective: 0, or 1
     (None).
     """
 
@@ -52,8 +52,8 @@ class Window:
         self.prefetch = 1 if prefetch is None else prefetch
 
     def evict(self, unsharded: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
-        """Return the buckets to free for `unit`, without the operation's own, which are pinned. Called for each use of
-        a bucket.
+        """Return the buckets to free for ``unit``, without the operation's own, which are pinned. Called for each use
+        of a bucket.
         """
         others = [other for other in unsharded if other not in pinned]
         return others[: max(0, len(unsharded) + 1 - WINDOW)]
@@ -61,8 +61,8 @@ class Window:
     def watch(self, pack: Pack, unpack: Unpack, *, again: bool, by_value: bool) -> tuple[Pack, Unpack] | None:
         """Return saved-tensor hooks for a forward that begins now, or None to set no hooks.
 
-        `pack` and `unpack` are the usual hooks. `again` is True if a backward runs the forward again, and `by_value` is
-        True inside other saved-tensor hooks.
+        ``pack`` and ``unpack`` are the usual hooks. ``again`` is True if a backward runs the forward again, and
+        ``by_value`` is True inside other saved-tensor hooks.
         """
         return None if by_value else (pack, unpack)
 
@@ -80,7 +80,7 @@ class Window:
 class Budget:
     """Limits unsharded buckets to a budget of bytes, minus the memory that is always used on the device.
 
-    The first step learns the order of uses, unless an earlier run has. `always` are the bytes of the budget that
+    The first step learns the order of uses, unless an earlier run has. ``always`` are the bytes of the budget that
     gradients use. Raises ValueError if two buckets that follow each other do not fit.
     """
 
@@ -114,7 +114,7 @@ class Budget:
     # -- what the unsharder asks --------------------------------------------------------------------------------------
 
     def evict(self, unsharded: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
-        """Return the buckets with the farthest next use, until `unit` fits; RuntimeError if it cannot fit."""
+        """Return the buckets with the farthest next use, until ``unit`` fits; RuntimeError if it cannot fit."""
         if self.stats is not None:
             self.place = (self.place + self._distance(unit.number) + 1) % max(1, len(self.stats.uses))
         elif not self.uses or self.uses[-1] != unit.number:

@@ -30,7 +30,7 @@ LastTwo = tuple[ParamUnit | None, ParamUnit | None]
 def needs_all(caller: str, group: dist.ProcessGroup) -> waiting:
     """Return a context for waits of a gather over a group, which adds advice to messages about waiting.
 
-    `caller` is the call that unshards all parameters, or "" in a forward or a backward.
+    ``caller`` is the call that unshards all parameters, or "" in a forward or a backward.
     """
     advice = f"{caller} of a model with sharded parameters is collective: call it on all ranks together"
     forward = "" if torch.is_grad_enabled() else EVALUATION
@@ -54,7 +54,7 @@ class GatherOrder:
                 store_barrier(caller, dist.get_process_group_ranks(group))
 
     def record(self, unit: ParamUnit, why: str) -> None:
-        """Record the beginning of a gather that other ranks take part in, with `why` appended to its name."""
+        """Record the beginning of a gather that other ranks take part in, with ``why`` appended to its name."""
         gathers = self.gathers.setdefault(unit.data_group, [])
         if len(gathers) == MOST_GATHERS:  # they are never read without training
             gathers[:] = [f"{MOST_GATHERS} earlier ones of checksum {zlib.crc32(repr(gathers).encode())}"]

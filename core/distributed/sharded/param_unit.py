@@ -72,8 +72,8 @@ class ParamUnit:
     a single NaN, expanded: a read that torch does not intercept gives NaN, and a write is detected when the parameter
     is unsharded.
 
-    The bucket is sharded over the shard group of `groups`, whose `communicator` is used for nothing else. `blocks` is
-    memory for unsharded buckets on CPUs. With files, none is kept when it is freed.
+    The bucket is sharded over the shard group of ``groups``, whose ``communicator`` is used for nothing else.
+    ``blocks`` is memory for unsharded buckets on CPUs. With files, none is kept when it is freed.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ParamUnit:
     def all_gather(self, collectives: Collectives, to_write: bool = False) -> torch.Tensor:
         """Return the unsharded bucket, [layout.numel]. Collective, unless ranks map each other's shards.
 
-        With `to_write` it is in separate memory, so that it can be written.
+        With ``to_write`` it is in separate memory, so that it can be written.
         """
         if self.mapped is None:
             return self.finish_all_gather(self.start_all_gather(collectives))
@@ -262,7 +262,7 @@ class ParamUnit:
             self.versions = [param._version for param in self.params]
 
     def accept_writes(self) -> None:
-        """Accept writes made while the parameters were unsharded, so that `set_sharded` does not reject them."""
+        """Accept writes made while the parameters were unsharded, so that ``set_sharded`` does not reject them."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():
                 DATA.__set__(param, view)
@@ -282,7 +282,7 @@ class ParamUnit:
 class SavedWeight(NamedTuple):
     """Position of a weight that backward needs: elements of a unit's bucket, in one version of its values.
 
-    Note [Weights are saved by place] `F.linear` saves a view of its weight, which would keep the memory of the
+    Note [Weights are saved by place] ``F.linear`` saves a view of its weight, which would keep the memory of the
     unsharded bucket until backward. So a tensor in the memory of an unsharded bucket, or a parameter itself, is saved
     as its position there, and looked up when backward needs it. All other tensors are saved unchanged, with their
     version, because torch does not compare versions under such hooks. torch calls only the innermost hooks: inside its

@@ -21,7 +21,7 @@ from core.distributed.wire.collectives import Collectives, Flight
 
 
 class PlainParams:
-    """Parameters of one wrapped model chunk, with the same interface as `Unsharder`, which has sharded parameters."""
+    """Parameters of one wrapped model chunk, with the same interface as ``Unsharder``, which has sharded parameters."""
 
     units: Sequence[ParamUnit] = ()
     eviction: Window | Budget = Window()
@@ -44,8 +44,8 @@ class PlainParams:
     def start_bucket(self, bucket: Bucket) -> None:
         """Gather one bucket's parameters while an optimizer updates the next bucket. Asynchronous.
 
-        Call it for every bucket, in one order on all ranks, instead of `finish_update`. Then call `finish` before any
-        parameter is read or written. Collective over the bucket's shard group.
+        Call it for every bucket, in one order on all ranks, instead of ``finish_update``. Then call ``finish`` before
+        any parameter is read or written. Collective over the bucket's shard group.
         """
         self._wait_for(bucket)
         if bucket.memory.param_data is not None:
@@ -82,7 +82,7 @@ class PlainParams:
         return None
 
     def shard_param(self, param: nn.Parameter) -> None:
-        """Keep only the shard of a parameter with separate memory. Call `shard_params` after the last one."""
+        """Keep only the shard of a parameter with separate memory. Call ``shard_params`` after the last one."""
 
     def shard_params(self, params: Iterable[nn.Parameter]) -> None:
         """Keep only the shards of parameters with separate memory."""

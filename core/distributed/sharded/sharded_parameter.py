@@ -1,9 +1,9 @@
 """ShardedParameter: the class of a sharded parameter. Its use in a forward or backward unshards it.
 
-A parameter may be read without a hook of its module: a tied weight, `F.linear(x, emb.weight)`, attention that reads its
-projection's weight, a custom function that kept it. torch asks a tensor's class before it computes with the tensor. So
-the class changes with the values: UnshardedParameter while they are available, ShardedParameter otherwise. An operation
-on a ShardedParameter first unshards its bucket, or is rejected. An UnshardedParameter costs nothing extra.
+A parameter may be read without a hook of its module: a tied weight, ``F.linear(x, emb.weight)``, attention that reads
+its projection's weight, a custom function that kept it. torch asks a tensor's class before it computes with the tensor.
+So the class changes with the values: UnshardedParameter while they are available, ShardedParameter otherwise. An
+operation on a ShardedParameter first unshards its bucket, or is rejected. An UnshardedParameter costs nothing extra.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Owner(Protocol):
 class UnshardedParameter(nn.Parameter):
     """A parameter with values; each owner has a separate subclass.
 
-    torch counts writes to a tensor's `.data` separately from writes to the tensor. So each access to it is recorded.
+    torch counts writes to a tensor's ``.data`` separately from writes to the tensor. So each access to it is recorded.
     """
 
     owner: Callable[[], Owner | None]  # a weak reference
@@ -166,7 +166,7 @@ def _asks_about(func: Any) -> bool:
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return True for a conversion that changes nothing, such as `param.to(device)` or `x.to(param)`."""
+    """Return True for a conversion that changes nothing, such as ``param.to(device)`` or ``x.to(param)``."""
     if getattr(func, "__name__", "") not in CONVERSIONS or "memory_format" in kwargs:
         return False
     with attributes_alone():
@@ -183,7 +183,7 @@ def _written(func: Any, args: Any) -> Any:
 
 
 def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `torch.autograd.grad` or `backward` for sharded parameters; torch creates no zeros for an edge."""
+    """Run ``torch.autograd.grad`` or ``backward`` for sharded parameters; torch creates no zeros for an edge."""
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     if not kwargs.get("materialize_grads") or isinstance(inputs, dict):
         return func(*_with_edges(args), **_with_edges(kwargs))

@@ -5,7 +5,7 @@
     step        the shards have new values -> all units are resharded
 
 Few units are unsharded at a time (see eviction.py). More are only if one operation uses parameters of more units, or
-if a unit's `keep_unsharded` requires it. Weights are saved for backward by position, not by value (Note [Weights are
+if a unit's ``keep_unsharded`` requires it. Weights are saved for backward by position, not by value (Note [Weights are
 saved by place] in param_unit.py), so their memory is free until then.
 
 If the ranks of one host map one memory that contains all shards, a bucket is always complete there, and nothing is
@@ -18,9 +18,9 @@ the last two in earlier steps. Ranks have the same order and therefore the same 
 waited for and dropped, as is any from before a write. A bucket's values only ever come from its own all-gather.
 
 Note [Who writes the one memory of all ranks]
-A rank writes only its own shard: in an optimizer's step, when `gathered` ends, in a load. Before the first two all
+A rank writes only its own shard: in an optimizer's step, when ``gathered`` ends, in a load. Before the first two all
 ranks wait for each other, so no rank computes with the old values any more. After all three they wait again, so no
-rank begins before the new values are complete. `gathered` gives each rank a copy, because all may write it.
+rank begins before the new values are complete. ``gathered`` gives each rank a copy, because all may write it.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ class Unsharder(PlainParams):
         self._set_sharded(ended=KeepUnsharded.BACKWARD)
 
     def _set_sharded(self, ended: KeepUnsharded | None = None) -> None:
-        """Set parameters sharded, so that writes cannot be lost, and free buckets kept until the time that `ended`."""
+        """Set parameters sharded, so that writes cannot be lost, and free buckets kept until the time that
+        ``ended``.
+        """
         if not self.stays_unsharded and self.depth == 0:
             units = (*self.window, *self.kept_unsharded)
             _all_of(
@@ -172,7 +174,7 @@ class Unsharder(PlainParams):
     # -- gathering --------------------------------------------------------------------------------------------------
 
     def unshard(self, missing: Sequence[ShardedParameter], others: Sequence[nn.Parameter]) -> None:
-        """Unshard the units of an operation's `missing` parameters. Those of its `others` stay unsharded.
+        """Unshard the units of an operation's ``missing`` parameters. Those of its ``others`` stay unsharded.
 
         Raises SyncError outside a forward or a backward.
         """
@@ -190,7 +192,7 @@ class Unsharder(PlainParams):
                 unit.set_unsharded(in_backward=self.in_backward)
 
     def record_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Record that user code may write an unsharded parameter's `.data`, because torch counts no write to it."""
+        """Record that user code may write an unsharded parameter's ``.data``, because torch counts no write to it."""
         unit = self.unit_of.get(id(param))
         if unit is not None and unit.is_unsharded:
             unit.data_of.append((unit.names[unit.index_of[id(param)]], values))
@@ -327,7 +329,8 @@ class Unsharder(PlainParams):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return a context in which `param.copy_(full)` writes this rank's part into its shard, as for load_state_dict.
+        """Return a context in which ``param.copy_(full)`` writes this rank's part into its shard, as for
+        load_state_dict.
 
         All ranks enter and leave it together. Raises SyncError on all of them if they have copied different values.
         This rank's own error is raised after the others know of it.
@@ -353,7 +356,9 @@ class Unsharder(PlainParams):
 
     @torch.no_grad()
     def load_values(self, param: ShardedParameter, values: torch.Tensor) -> bool:
-        """Inside `loading`, store this rank's part of a parameter's full values and return True; else return False."""
+        """Inside ``loading``, store this rank's part of a parameter's full values and return True; else return
+        False.
+        """
         if self.loaded is None:
             return False
         unit = self.unit_of[id(param)]
@@ -369,7 +374,7 @@ class Unsharder(PlainParams):
         self.barrier()
 
     def invalidate(self) -> None:
-        """Reshard all units, because this rank's shards have new values. A use before `barrier` waits."""
+        """Reshard all units, because this rank's shards have new values. A use before ``barrier`` waits."""
         self.awaits_others = True
         self.order.learn(None)
         self._wait_for_prefetch()
@@ -382,7 +387,7 @@ class Unsharder(PlainParams):
         """Return a context in which all parameters are unsharded and writable. Collective, at its begin and its end.
 
         All ranks must write the same values. An error inside the context is raised at its end on that rank. The other
-        ranks raise a SyncError that names it. `caller` is the user's call, for messages.
+        ranks raise a SyncError that names it. ``caller`` is the user's call, for messages.
         """
         if self.stays_unsharded:
             yield

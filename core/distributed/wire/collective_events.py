@@ -2,7 +2,7 @@
 
 On CPU the host observes collectives, so times are perf_counter seconds. On a GPU the host only queues work. There a
 launch or wait is an event on the current stream, and the end of a collective is an event on a side stream that waits
-for it, so neither the host nor the model's stream waits. `resolve` converts these events into seconds after the step.
+for it, so neither the host nor the model's stream waits. ``resolve`` converts these events into seconds after the step.
 They count from the moment at which the host queued the step's first event, so differences within a step are exact.
 """
 
@@ -31,10 +31,10 @@ class Origin(NamedTuple):
 class CollectiveEvent:
     """Times of one collective, in seconds; None for stages that did not happen.
 
-    It was first found done at `done_s`, by a poll or at the end of its wait, and the true end is between `in_flight_s`,
-    the last poll that found it in flight, and `done_s`, unless the wait or a stream recorded the end itself
-    (`end_is_exact`). The main thread (on CUDA: the model's stream) waited from `wait_start_s` to `wait_end_s`,
-    remaining work such as a division or a copy included.
+    It was first found done at ``done_s``, by a poll or at the end of its wait, and the true end is between
+    ``in_flight_s``, the last poll that found it in flight, and ``done_s``, unless the wait or a stream recorded the end
+    itself (``end_is_exact``). The main thread (on CUDA: the model's stream) waited from ``wait_start_s`` to
+    ``wait_end_s``, remaining work such as a division or a copy included.
     """
 
     name: str  # name of its bucket or its purpose
@@ -88,8 +88,8 @@ class HostClock:
 class StreamClock(HostClock):
     """Records events on the streams of a device.
 
-    `new_event` creates an event with `record()`, on the current stream, and `elapsed_time(other)` in ms.
-    `on_side_stream` returns a context whose current stream is used by nothing else.
+    ``new_event`` creates an event with ``record()``, on the current stream, and ``elapsed_time(other)`` in ms.
+    ``on_side_stream`` returns a context whose current stream is used by nothing else.
     """
 
     def __init__(self, new_event: Callable[[], Any], on_side_stream: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -134,7 +134,7 @@ def resolve(events: Iterable[CollectiveEvent]) -> None:
 
 
 def clock_for(device: torch.device) -> HostClock:
-    """Return the clock for a model with gradients on `device`."""
+    """Return the clock for a model with gradients on ``device``."""
     if device.type in ("cpu", "meta"):
         return HostClock()
     side = torch.Stream(device)

@@ -1,7 +1,7 @@
 """Collectives: the only file that calls torch.distributed reductions for gradients and gathers for parameters.
 
 Every call takes the name of its bucket or its purpose, is counted (bytes this rank sends, number of calls), and returns
-a Flight; `flight.wait()` completes it. Some of the work may happen only in `wait()`. Flights of one group must
+a Flight; ``flight.wait()`` completes it. Some of the work may happen only in ``wait()``. Flights of one group must
 therefore be waited for in launch order.
 
 Only this file records the launch, end and wait of collectives: in a CollectiveEvent, and as the spans
@@ -50,7 +50,7 @@ class InFlight(Protocol):
     """A launched collective."""
 
     def is_done(self) -> bool:
-        """Make all progress that needs no other rank. True if `wait` has nothing left to do."""
+        """Make all progress that needs no other rank. True if ``wait`` has nothing left to do."""
 
     def wait(self) -> None:
         """Complete the collective. Idempotent."""
@@ -109,9 +109,9 @@ class Flight:
 class Collectives:
     """Gradient collectives of one wrapped model.
 
-    Reductions and all-gathers are asynchronous and in place: the contiguous tensor is valid once the flight's `wait()`
-    returns. Every rank of the group must make the call. `name` is the bucket, or the purpose, for messages and
-    profiles.
+    Reductions and all-gathers are asynchronous and in place: the contiguous tensor is valid once the flight's
+    ``wait()`` returns. Every rank of the group must make the call. ``name`` is the bucket, or the purpose, for messages
+    and profiles.
 
     In ordered mode (deterministic_reduction, or fp32 accumulation of 16-bit gradients) the parts of a bucket are
     exchanged and added locally, rank 0 first. Sums then do not depend on bucket borders or on the backend's algorithm.
@@ -146,13 +146,13 @@ class Collectives:
     def all_reduce(
         self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
     ) -> Flight:
-        """Multiply a tensor by `scale` and reduce it over a group."""
+        """Multiply a tensor by ``scale`` and reduce it over a group."""
         return self._launch("all_reduce", name, self.start_all_reduce, tensor, group, op, scale=scale)
 
     def reduce_scatter(
         self, full: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
     ) -> Flight:
-        """Multiply a tensor [n * size] by `scale`, reduce it over a group, and keep this rank's part, [n].
+        """Multiply a tensor [n * size] by ``scale``, reduce it over a group, and keep this rank's part, [n].
 
         The other parts are overwritten and undefined afterwards.
         """
@@ -173,7 +173,7 @@ class Collectives:
         return rows
 
     def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, source: int = 0) -> None:
-        """Copy a tensor from rank `source` of the group to all others, and wait."""
+        """Copy a tensor from rank ``source`` of the group to all others, and wait."""
         self._launch("broadcast", name, self.start_broadcast, tensor, group, source).wait()
 
     def _launch(

@@ -18,7 +18,7 @@ from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op,
 
 
 def gradient_collectives(dtype: torch.dtype, plain: Collectives) -> Collectives:
-    """Return the collectives that reduce buckets in a communication dtype, counted into the traffic of `plain`."""
+    """Return the collectives that reduce buckets in a communication dtype, counted into the traffic of ``plain``."""
     if dtype is fp8_communication.FP8:
         return EightBitCollectives(ordered=plain.ordered, traffic=plain.traffic, clock=plain.clock)
     return CastingCollectives(dtype, plain)
@@ -41,7 +41,7 @@ class CastingCollectives(Collectives):
     def _cast(
         self, start: Any, tensor: torch.Tensor, result: slice, group: dist.ProcessGroup, op: Op, scale: float
     ) -> InFlight:
-        """Reduce a copy in the communication dtype. Waiting for the handle changes part `result` of the tensor."""
+        """Reduce a copy in the communication dtype. Waiting for the handle changes part ``result`` of the tensor."""
         if tensor.dtype is self.dtype:
             return start(tensor, group, op, scale)
         scale_now(tensor, scale)

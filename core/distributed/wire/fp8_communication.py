@@ -39,7 +39,7 @@ def quantize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(packed: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 numbers from bytes of `quantize`."""
+    """Return the fp32 numbers from bytes of ``quantize``."""
     blocks = packed.unflatten(-1, (-1, BLOCK + 4))
     scale = blocks[..., BLOCK:].contiguous().view(torch.float32).clamp_min(torch.finfo(torch.float32).tiny)
     return (blocks[..., :BLOCK].contiguous().view(FP8).float() * scale).flatten(-2)
@@ -61,7 +61,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) ->
 
 
 def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
-    """Sum or average a tensor [n * size] over a group and store this rank's part in `output`, [n]. Collective,
+    """Sum or average a tensor [n * size] over a group and store this rank's part in ``output``, [n]. Collective,
     blocking.
 
     Rounds once, so the error is at most 1/16 mean|g_r| + largest of a block / 2**18.
@@ -72,7 +72,8 @@ def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.Proce
 
 
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather every rank's numbers [n], which may be part of `output`, into `output` [n * size]. Collective, blocking.
+    """Gather every rank's numbers [n], which may be part of ``output``, into ``output`` [n * size]. Collective,
+    blocking.
 
     Every rank gets the same rounded numbers, its own included: |error| <= |x| / 16 + largest of a block / 2**18.
     """
@@ -84,14 +85,14 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGr
 
 
 def all_gather_bytes(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather every rank's bytes [n] into `output`, [n * size], by the installed torch version's function."""
+    """Gather every rank's bytes [n] into ``output``, [n * size], by the installed torch version's function."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with waiting("8-bit values of all ranks", group):
         gather(output, tensor, group=group)
 
 
 def _sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> torch.Tensor:
-    """Return the fp32 sum or mean, [m], over ranks of this rank's row. `rows` is [size, m], row r for rank r."""
+    """Return the fp32 sum or mean, [m], over ranks of this rank's row. ``rows`` is [size, m], row r for rank r."""
     packed = quantize(rows)
     received = torch.empty_like(packed)
     with waiting("8-bit parts of all ranks", group):

@@ -24,9 +24,9 @@ LEAST_BYTES = 2 * HUGE_PAGE  # a tensor of this size contains a full huge page a
 def zeros(
     shape: int | Sequence[int], dtype: torch.dtype, device: torch.device, least_bytes: int = LEAST_BYTES
 ) -> torch.Tensor:
-    """Return `torch.zeros`, in huge pages if the system has them and the device is the CPU.
+    """Return ``torch.zeros``, in huge pages if the system has them and the device is the CPU.
 
-    From `least_bytes` on, memory is allocated when it is first written, and returned to the system when it is freed.
+    From ``least_bytes`` on, memory is allocated when it is first written, and returned to the system when it is freed.
     """
     numel = shape if isinstance(shape, int) else math.prod(shape)
     if device.type != "cpu" or numel * dtype.itemsize < least_bytes:
@@ -47,8 +47,8 @@ class Blocks:
     """CPU memory for tensors that is returned to the system, or reused for the next tensor, when a tensor is freed.
 
     The C library may keep memory that it frees. After some tensors of a few MiB it takes larger ones from its heap too,
-    where small live objects prevent their return to the system. Of `most` blocks, in use or free, the largest free ones
-    are kept, because fresh pages cost time.
+    where small live objects prevent their return to the system. Of ``most`` blocks, in use or free, the largest free
+    ones are kept, because fresh pages cost time.
     """
 
     def __init__(self, most: int) -> None:

@@ -30,7 +30,7 @@ class Overlap:
 
     @property
     def hidden_share_at_least(self) -> float:
-        """Lower bound of `hidden_share`: every collective ended right after the last poll that found it in flight."""
+        """Lower bound of ``hidden_share``: every collective ended right after the last poll that found it in flight."""
         return _share(self.exposed_ms, self.flight_ms - self.seen_late_ms)
 
 

@@ -13,10 +13,10 @@ SAMPLED = 8  # number of tensors that a sample takes an element from
 
 
 def pack(parts: Iterable[torch.Tensor], limit: int, alone: int) -> Iterator[list[torch.Tensor]]:
-    """Divide tensors into lists of at most `limit` elements that are processed together. Empty tensors are skipped.
+    """Divide tensors into lists of at most ``limit`` elements that are processed together. Empty tensors are skipped.
 
-    A tensor of at least `alone` elements, or of at least `limit`, gets its own list. The lists depend only on sizes,
-    so they are the same on ranks with the same model.
+    A tensor of at least ``alone`` elements, or of at least ``limit``, gets its own list. The lists depend only on
+    sizes, so they are the same on ranks with the same model.
     """
     together: list[torch.Tensor] = []
     room = limit

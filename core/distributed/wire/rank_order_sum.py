@@ -19,9 +19,9 @@ def split_evenly(numel: int, size: int) -> list[int]:
 
 @torch.no_grad()
 def add_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, mean: bool) -> None:
-    """Store the scaled sum or mean of equal flat parts [n] in `out` [n], first part first.
+    """Store the scaled sum or mean of equal flat parts [n] in ``out`` [n], first part first.
 
-    16-bit parts are added in fp32. `out` may be one of the parts.
+    16-bit parts are added in fp32. ``out`` may be one of the parts.
     """
     factor_later = scale != 1.0 or mean
     wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype

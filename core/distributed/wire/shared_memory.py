@@ -85,11 +85,11 @@ class HostMemory:
         groups: Sequence[dist.ProcessGroup],
         new_file: Callable[[int], int] | None = None,
     ) -> HostMemory | None:
-        """Create memory of `numel` elements for each rank that all ranks of `groups[0]` map. Collective over
-        `groups[0]`.
+        """Create memory of ``numel`` elements for each rank that all ranks of ``groups[0]`` map. Collective over
+        ``groups[0]``.
 
         Returns None on every rank if it cannot be shared; only CPU memory can. Every group, a subset of the first, gets
-        a channel. `new_file` opens a file of the given number of bytes, if the memory should not be in RAM.
+        a channel. ``new_file`` opens a file of the given number of bytes, if the memory should not be in RAM.
         """
         whole = groups[0]
         if numel == 0 or device.type != "cpu" or dist.get_world_size(whole) == 1 or backend_of(whole, device) != "gloo":
@@ -123,7 +123,7 @@ class HostMemory:
 
 
 class HostChannel:
-    """Collectives in the mapped memory of one group's ranks. A rank that is missing for `timeout_s` is an error."""
+    """Collectives in the mapped memory of one group's ranks. A rank that is missing for ``timeout_s`` is an error."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, members: Sequence[Member], rank: int, control_at: int, timeout_s: float
@@ -138,7 +138,7 @@ class HostChannel:
         self.timeout_s = timeout_s
 
     def all_reduce(self, tensor: torch.Tensor, *, scale: float = 1.0, mean: bool = False) -> HostHandle:
-        """Sum or average a tensor in this rank's memory over the group, in place, and multiply it by `scale`."""
+        """Sum or average a tensor in this rank's memory over the group, in place, and multiply it by ``scale``."""
         return self._launch(tensor, (_add, _read), scale, mean)
 
     def reduce_scatter(self, full: torch.Tensor, *, scale: float = 1.0, mean: bool = False) -> HostHandle:

@@ -1,4 +1,4 @@
-"""`python -m core compare RUN RUN ...`: find the first difference between recorded runs of one model.
+"""``python -m core compare RUN RUN ...``: find the first difference between recorded runs of one model.
 
 Two runs of one model never agree bit for bit in two layouts or dtypes. One rule decides in all tables: a difference
 counts if it is more than ALLOWANCE times the largest of the dtype's rounding error, the error that has reached the
@@ -101,7 +101,7 @@ def compare_recordings(first: Path | str, second: Path | str, names: Mapping[str
     Args:
         first: Recording, or the directory of a run.
         second: The other one; its layout, dtype and framework may differ.
-        names: Regular expression -> replacement, applied to the second recording's names by `re.sub`.
+        names: Regular expression -> replacement, applied to the second recording's names by ``re.sub``.
 
     Returns:
         The first difference.
@@ -410,7 +410,7 @@ def _comparable(a: Entry | None, b: Entry | None) -> bool:
 
 
 def _difference(a: Entry, b: Entry, factor: float = 1.0, floor: float = 0.0) -> float:
-    """Estimate the norm of the difference of two tensors relative to their norm, or to `floor` if that is larger."""
+    """Estimate the norm of the difference of two tensors relative to their norm, or to ``floor`` if that is larger."""
     x, y = a.numbers, b.numbers
     if x == y and factor == 1.0:
         return 0.0

@@ -20,7 +20,7 @@ TABLES = ("data", "outputs", "gradients", "before", "grads", "after")
 class Entry(NamedTuple):
     """Numbers of one or more sketches; in a file those of a full tensor, over all ranks and microbatches.
 
-    See core.verify.record.sketches. `width` is -2 if sketches differ in it.
+    See core.verify.record.sketches. ``width`` is -2 if sketches differ in it.
     """
 
     numel: int

@@ -1,4 +1,5 @@
-"""`python -m core verify --record FILE train.py ARGS`: record the steps of a program that does not import this package.
+"""``python -m core verify --record FILE train.py ARGS``: record the steps of a program that does not import this
+package.
 
 The recorded model is the first module that is called in training mode and that no other module calls, or the first
 pipeline that runs. The optimizer is one that holds its parameters before that call.

@@ -30,7 +30,7 @@ from core.watch.warn_user import warn_user
 
 
 class Row(NamedTuple):
-    """One rank's entry of a table; `part` is equal for ranks with the same part of a parameter, or equal outputs."""
+    """One rank's entry of a table; ``part`` is equal for ranks with the same part of a parameter, or equal outputs."""
 
     key: Key
     stage: int  # of the pipeline
@@ -49,13 +49,13 @@ def record_with(
     first_step: int = 1,
     mesh: DeviceMesh | None = None,
 ) -> StepRecording:
-    """Record sketches of a loop's steps in a file that `python -m core compare` reads.
+    """Record sketches of a loop's steps in a file that ``python -m core compare`` reads.
 
     A recorded step writes, by names of the unsplit model, a digest, the norm and random projections of every module's
     output, of the gradient there, of every parameter's gradient and of every updated weight. They do not depend on the
     layout. Other steps cost nothing: hooks are on the modules only during recorded steps.
 
-    Collective over the default process group, as is every recorded `optimizer.step()`: rank 0 gathers the sketches
+    Collective over the default process group, as is every recorded ``optimizer.step()``: rank 0 gathers the sketches
     before it returns, and writes them. If the file can no longer be written, rank 0 warns, and all ranks continue
     without recording.
 
@@ -66,19 +66,19 @@ def record_with(
     Args:
         model: Model as the loop calls it: in our wrapper, in torch's DDP, sharded by fully_shard, split by DTensors, or
             plain; a PipelineRunner or a list of its wrapped chunks for a pipeline.
-        optimizer: The optimizer whose `step` ends a step of the loop.
-        path: File to write, on rank 0; directories are created. `first_step` 1 overwrites it, otherwise it is appended
-            to.
+        optimizer: The optimizer whose ``step`` ends a step of the loop.
+        path: File to write, on rank 0; directories are created. ``first_step`` 1 overwrites it, otherwise it is
+            appended to.
         every: Steps 1, 1 + every, 1 + 2 * every, ... are recorded.
         first_step: Number of the next step, from 1; larger in a run that resumes.
         mesh: As in verify_with.
 
     Returns:
-        The recording; a context manager. `close` ends it.
+        The recording; a context manager. ``close`` ends it.
 
     Raises:
-        ValueError: If `every` or `first_step` is less than 1, before any collective; on all ranks, if the positions of
-            the ranks are unknown.
+        ValueError: If ``every`` or ``first_step`` is less than 1, before any collective; on all ranks, if the positions
+            of the ranks are unknown.
         OSError: On all ranks, if the file cannot be created.
     """
     if every < 1 or first_step < 1:
@@ -91,13 +91,13 @@ def record_with(
 class StepRecording:
     """Recording of a loop's steps.
 
-    `close`, or the end of its context, removes it from model and optimizer.
+    ``close``, or the end of its context, removes it from model and optimizer.
 
     Args:
         model, path, every, first_step, mesh: As for record_with.
 
     Attributes:
-        steps: Number of steps that the optimizer has made, with those before `first_step`.
+        steps: Number of steps that the optimizer has made, with those before ``first_step``.
         failure: Reason why recording has ended early; empty if it has not. The same on all ranks.
     """
 
@@ -162,7 +162,7 @@ class StepRecording:
             self.file = None
 
     def listen_to(self, optimizer: Any) -> None:
-        """Call `before_update` and `after_update` around an optimizer's `step`."""
+        """Call ``before_update`` and ``after_update`` around an optimizer's ``step``."""
         step, known = optimizer.step, vars(optimizer).get("step")
 
         @functools.wraps(step)

@@ -31,7 +31,7 @@ TINY = 1e-3  # times the root mean square of a gradient: rounding may decide the
 
 
 class Sketch(NamedTuple):
-    """Sums over one tensor or a part of it. `entries_of` computes their numbers for many sketches at a time.
+    """Sums over one tensor or a part of it. ``entries_of`` computes their numbers for many sketches at a time.
 
     Attributes:
         pieces: The sums on the tensor's device; norms instead of sums of squares.
@@ -79,7 +79,7 @@ def signs(length: int, dim: int, device: torch.device, dtype: torch.dtype) -> Te
 def of_rows(tensor: Tensor, *, width: int | None = None, columns: tuple[Tensor, Tensor] | None = None) -> Sketch:
     """Sketch an output, or the gradient at one. Sketches of other rows or columns add up.
 
-    `columns` are the indices of this rank's columns in the full tensor, of `width` columns, and here. There is no
+    ``columns`` are the indices of this rank's columns in the full tensor, of ``width`` columns, and here. There is no
     digest, because another pass over large tensors costs time.
     """
     rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
@@ -101,8 +101,8 @@ def of_part(
 ) -> list[Sketch]:
     """Sketch the elements [first, first + len(flat)) of a flattened parameter, or of its gradient, by boxes.
 
-    Sketches of all parts add up. For a gradient, the elements smaller than TINY that are not 0 are counted; `factor` is
-    the factor that it still lacks. Other tensors get a digest.
+    Sketches of all parts add up. For a gradient, the elements smaller than TINY that are not 0 are counted; ``factor``
+    is the factor that it still lacks. Other tensors get a digest.
     """
     strides = row_strides(place.local_shape)
     found = []
