@@ -284,7 +284,7 @@ def test_rooms_make_no_circle_and_applications_are_imported_by_jobs_alone() -> N
 # Most today, and the aim. The first number may only fall; lower it when it has.
 BUDGETS = {
     "lines of core": (58_240, 48_500),
-    "lines of all packages": (74_900, 63_500),
+    "lines of all packages": (74_110, 63_500),
     "lines of core/distributed": (9_838, 9_950),
     "rooms": (25, 25),
     "arrows between rooms": (161, 160),  # the last: the main job records its steps (core_train -> core.verify)
