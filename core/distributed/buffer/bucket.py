@@ -118,9 +118,7 @@ class Bucket:
         return self.part_of(self.valid_grad, index, self.valid_range)
 
     def part_of(self, flat: torch.Tensor, index: int, within: tuple[int, int]) -> torch.Tensor:
-        """Return the elements of parameter ``index`` from a tensor with elements ``within`` = [start, end) of a
-        bucket.
-        """
+        """Return the part of parameter ``index`` in a tensor of the bucket's elements ``within`` = [start, end)."""
         low, high = within
         start, end = max(self.ranges[index][0], low), min(self.ranges[index][1], high)
         return flat[start - low : max(start, end) - low]

@@ -27,8 +27,7 @@ _WRITTEN = "grad_added_to_main_grad"  # set by a fused kernel of user code that 
 class GradAttribute:
     """Manages ``.grad`` of a bucket's parameters.
 
-    ``used`` has 1 for each parameter with a gradient in this step: on this rank, and on any rank once ranks have
-    agreed.
+    ``used`` has 1 for each parameter with a gradient in this step, on any rank once ranks have agreed.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:

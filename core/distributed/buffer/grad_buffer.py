@@ -41,8 +41,7 @@ class GradBuffer:
 
     ``grad_data`` is [numel]. If a rank keeps only its shards of gradients, it is [numel / shards], without the
     ``offloaded`` ones, which are given by bucket index. ``param_data`` is [numel] if the optimizer is sharded and
-    parameters are not, else None; ``param_shards`` has each bucket's shard if they are. Sums of gradients are divided
-    by ``divisor``.
+    parameters are not, else None; ``param_shards`` has their shards if they are. Sums are divided by ``divisor``.
     """
 
     def __init__(

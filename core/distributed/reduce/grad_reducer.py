@@ -471,9 +471,7 @@ class GradReducer:
 
 
 def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param: torch.Tensor) -> None:
-    """Handle autograd's addition to the gradient of parameter ``index`` of bucket ``number``; hook of every
-    parameter.
-    """
+    """Handle autograd's addition to the gradient of parameter ``index`` in bucket ``number``. Hook of all of them."""
     reducer = reducer_of()
     if reducer is None:
         return

@@ -162,9 +162,7 @@ class Unsharder(PlainParams):
         self._set_sharded(ended=KeepUnsharded.BACKWARD)
 
     def _set_sharded(self, ended: KeepUnsharded | None = None) -> None:
-        """Set parameters sharded, so that writes cannot be lost, and free buckets kept until the time that
-        ``ended``.
-        """
+        """Set parameters sharded, so that writes cannot be lost, and free buckets kept until ``ended``."""
         if not self.stays_unsharded and self.depth == 0:
             units = (*self.window, *self.kept_unsharded)
             _all_of(
@@ -329,8 +327,7 @@ class Unsharder(PlainParams):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return a context in which ``param.copy_(full)`` writes this rank's part into its shard, as for
-        load_state_dict.
+        """Return a context in which ``param.copy_(full)`` writes this rank's part into its shard.
 
         All ranks enter and leave it together. Raises SyncError on all of them if they have copied different values.
         This rank's own error is raised after the others know of it.
@@ -356,9 +353,7 @@ class Unsharder(PlainParams):
 
     @torch.no_grad()
     def load_values(self, param: ShardedParameter, values: torch.Tensor) -> bool:
-        """Inside ``loading``, store this rank's part of a parameter's full values and return True; else return
-        False.
-        """
+        """Store this rank's part of a parameter's full values and return True inside ``loading``; else return False."""
         if self.loaded is None:
             return False
         unit = self.unit_of[id(param)]

@@ -72,8 +72,7 @@ def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.Proce
 
 
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather every rank's numbers [n], which may be part of ``output``, into ``output`` [n * size]. Collective,
-    blocking.
+    """Gather every rank's numbers [n], which may be part of ``output``, into ``output`` [n * size]. Blocking.
 
     Every rank gets the same rounded numbers, its own included: |error| <= |x| / 16 + largest of a block / 2**18.
     """
