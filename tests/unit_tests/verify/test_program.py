@@ -293,7 +293,9 @@ def test_verify_with_takes_a_model_that_torch_wraps(rank: int, world: int, kind:
     with pytest.raises(WrongGradientError) if fault else nullcontext() as caught:
         train(model, fault=fault, clip=0.01)
     assert check.report is not None and check.report.ok == (not fault)
-    assert FAULTS.get(fault, "") in str(caught.value if caught else "")
+    coarse = fault == "divided by the world" and kind == "fully_shard in bf16"  # rounding hides a factor's exact size
+    cause = "a wrong factor of a reduction looks like that too: check once more in fp64"
+    assert (cause if coarse else FAULTS.get(fault, "")) in str(caught.value if caught else "")
 
 
 @ranks(2)
