@@ -123,7 +123,7 @@ class GradAttribute:
             if not self.used[index]:
                 param.grad = None
                 continue
-            if in_buffer and now is not placed:
+            if in_buffer and (now is not placed or getattr(now, "zeroed", False)):
                 self.dropped = self.dropped or self.names[index]
             if watched and placed.touched:
                 placed.reset()

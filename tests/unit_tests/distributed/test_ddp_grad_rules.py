@@ -249,6 +249,33 @@ def test_a_gradient_dropped_after_its_reduction_has_begun_is_refused_on_all_rank
 
 
 @ranks(2)
+@pytest.mark.parametrize("reduced", ["last", "every"])
+def test_gradients_zeroed_after_a_failed_backward_are_refused_if_they_are_in_the_bucket(
+    rank: int, world: int, reduced: str
+) -> None:
+    """A loop that catches an error of backward and calls torch's zero_grad: part of the bucket has been collected."""
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(), data_parallel_sharding_strategy="optim_grads", reduce_microbatches=reduced)
+    expected = mean_over_ranks(ddp.module, world, (1,))
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("of the user")
+
+    handle = ddp.module.first.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="of the user"):
+        loss_of(ddp, rank, 0).backward()
+    handle.remove()
+    to_zeros(ddp.module)
+    loss_of(ddp, rank, 1).backward()
+    with pytest.raises(SyncError, match="was dropped through `.grad`.*after its reduction had begun"):
+        finalize_model_grads([ddp])
+    ddp.zero_grad_buffer()
+    loss_of(ddp, rank, 1).backward()
+    finalize_model_grads([ddp])
+    assert_same(whole_grads(ddp), expected)
+
+
+@ranks(2)
 def test_a_hook_of_the_users_that_runs_after_the_launch_is_refused(rank: int, world: int) -> None:
     """Registered after the wrap it runs after ours, which may have launched the bucket; before the wrap it is right."""
     parallel_state.initialize_model_parallel()
