@@ -66,9 +66,7 @@ class GradAttribute:
         self.edited = False
 
     def hold(self, accumulates: bytes, *, apart: bool) -> dict[int, torch.Tensor]:
-        """Return the gradients in ``.grad`` that the step adds to, by index; with ``apart``, copied to separate memory
-        first.
-        """
+        """Return the gradients in ``.grad`` that the step adds to, by index; with ``apart``, in separate memory."""
         indices = [index for index, flag in enumerate(accumulates) if flag]
         for index in indices if apart else ():
             self.params[index].grad = self.shown[index].clone()
@@ -123,7 +121,7 @@ class GradAttribute:
             if not self.used[index]:
                 param.grad = None
                 continue
-            if in_buffer and (now is not placed or getattr(now, "zeroed", False)):
+            if in_buffer and self._lacks_placeholder(index):
                 self.dropped = self.dropped or self.names[index]
             if watched and placed.touched:
                 placed.reset()
@@ -164,16 +162,19 @@ class GradAttribute:
 
     def has_dropped(self, index: int) -> bool:
         """Return True if the user dropped a gradient that ``begin`` kept. False for one that is already collected."""
+        return not self.collected[index] and self._lacks_placeholder(index)
+
+    def _lacks_placeholder(self, index: int) -> bool:
+        """Return True if the user removed or zeroed the placeholder in a parameter's ``.grad``."""
         placeholder = self.placeholders[index]
-        dropped = self.params[index].grad is not placeholder or placeholder.zeroed
-        return dropped and not self.collected[index]
+        return self.params[index].grad is not placeholder or placeholder.zeroed
 
     def record_dropped(self) -> str | None:
         """Return the first parameter whose gradient was dropped by the user after it was collected in this step."""
-        if 1 in self.collected and not self._untouched(self.placeholders):
-            for index, placeholder in enumerate(self.placeholders):
-                if self.collected[index] and (self.params[index].grad is not placeholder or placeholder.zeroed):
-                    self.dropped = self.dropped or self.names[index]
+        if self.dropped is None and 1 in self.collected and not self._untouched(self.placeholders):
+            indices = range(len(self.params))
+            dropped = (self.names[i] for i in indices if self.collected[i] and self._lacks_placeholder(i))
+            self.dropped = next(dropped, None)
         return self.dropped
 
     @property

@@ -31,9 +31,7 @@ class GradPlaceholder(torch.Tensor):
 
     @classmethod
     def of(cls, param: nn.Parameter, name: str, dtype: torch.dtype, owner: Any) -> GradPlaceholder:
-        """Make the placeholder of a parameter's gradient. ``owner`` lives as long as the wrapper; only a weak reference
-        is kept.
-        """
+        """Make the placeholder of a parameter's gradient, with a weak reference to ``owner``, the wrapper's part."""
         memory = torch.empty(param.shape, dtype=dtype, device=param.device)
         memory.untyped_storage().resize_(0)
         marker: GradPlaceholder = memory.as_subclass(cls)
