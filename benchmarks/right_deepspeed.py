@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.right_program import last_report, launched
 from core.verify import GradientReport
-from core.verify.asked import Asked
-from core.verify.program import ProgramWatch
 
 STEPS = 3
 
@@ -91,19 +90,10 @@ def report_of(program: Zero) -> GradientReport:
     warnings.simplefilter("ignore")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an extension that is compiled for minutes
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "DS_ACCELERATOR": "cpu"}
-    watch = ProgramWatch(Asked("a program", steps=2))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, launched | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}))
-        stack.enter_context(mock.patch.dict(vars(deepspeed.utils.groups)))  # groups of this program alone
-        stack.enter_context(mock.patch.object(deepspeed.comm.comm, "cdb", None))
-        stack.enter_context(mock.patch.object(watch, "show", watch.reports.append))
-        stack.enter_context(watch.active())
-        with contextlib.suppress(SystemExit):
-            _train(program)
-            watch.show_the_rest()
-    return watch.reports[-1]
+    own_groups = mock.patch.dict(vars(deepspeed.utils.groups))
+    own_backend = mock.patch.object(deepspeed.comm.comm, "cdb", None)
+    with launched(DS_ACCELERATOR="cpu"), own_groups, own_backend:
+        return last_report(partial(_train, program))
 
 
 def _train(program: Zero) -> None:

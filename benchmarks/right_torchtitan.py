@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import sys
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
+from benchmarks.right_program import last_report
 from core.verify import GradientReport, note
-from core.verify.asked import Asked
-from core.verify.program import ProgramWatch
 
 VOCABULARY, LENGTH, STEPS = 32, 16, 3
 
@@ -73,14 +71,7 @@ WRONG = {
 def report_of(program: Titan) -> GradientReport:
     """Run a loop, compare its gradients and weights, and return the last report. Collective over the world."""
     _import_torchtitan()
-    watch = ProgramWatch(Asked("a program", steps=2))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(watch, "show", watch.reports.append))
-        stack.enter_context(watch.active())
-        with contextlib.suppress(SystemExit):
-            _train(program)
-            watch.show_the_rest()
-    return watch.reports[-1]
+    return last_report(partial(_train, program))
 
 
 def _import_torchtitan() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.right_program import last_report, launched
 from core.verify import GradientReport
-from core.verify.asked import Asked
-from core.verify.program import ProgramWatch
 
 VOCABULARY, LENGTH, STEPS, PARTS = 40, 12, 3, 2
 SHAPE: dict[str, Any] = {
@@ -64,21 +63,13 @@ def report_of(program: Program) -> GradientReport:
     from accelerate.state import AcceleratorState, GradientState
 
     warnings.simplefilter("ignore")
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    watch = ProgramWatch(Asked("a program", steps=2))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, launched | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}))
+        stack.enter_context(launched(LOCAL_WORLD_SIZE=str(dist.get_world_size())))
         stack.callback(GradientState._reset_state)
         stack.callback(AcceleratorState._reset_state, True)
-        stack.enter_context(mock.patch.object(watch, "show", watch.reports.append))
         if program.layout != "dp":
             stack.enter_context(_sharding(program.layout))
-        stack.enter_context(watch.active())
-        with contextlib.suppress(SystemExit):
-            (_accelerated if program.loop == "accelerate" else _trained)(program)
-            watch.show_the_rest()
-    return watch.reports[-1]
+        return last_report(partial(_accelerated if program.loop == "accelerate" else _trained, program))
 
 
 @contextlib.contextmanager
