@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from core_plan.job.config import JobConfig
 from core_train.commands import convert, generate
+from core_train.reporter import Reporter
 from core_train.step_log import StepLog, StepRecord, duration, line
 
 PAGE = Path(__file__).parents[3] / "docs" / "source" / "training.md"
@@ -39,6 +44,28 @@ def test_a_line_has_the_numbers_of_the_last_record() -> None:
     expected = "step 1/25  loss 2.500  |g| 0.50  8,192 tokens/s  exposed 3.1 ms  0:12 left"
     assert line([record(1)], 25) == expected
     assert "|g| skipped" in line([record(1, grad_norm=None)], 2)
+
+
+def test_lines_are_printed_of_the_first_the_last_and_every_tenth_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = JobConfig()
+    config = replace(config, run=replace(config.run, steps=25), logging=replace(config.logging, plots=False))
+    sums = SimpleNamespace(exposed_ms=3.14, hidden_share=0.9, bytes_sent=10, collectives=2)
+    trainer: Any = SimpleNamespace(
+        step=0, device=torch.device("cpu"), flops_per_token=1.0, sampler=SimpleNamespace(consumed=1),
+        chunks=[SimpleNamespace(step_report=lambda: sums)],
+    )  # fmt: skip
+    result: Any = SimpleNamespace(loss=2.5, grad_norm=0.5, lr=1e-3, loss_scale=1.0, updated=True, trace=None)
+    plan: Any = SimpleNamespace(tokens_per_step=4096, world_size=1)
+    reporter = Reporter(config, plan, tmp_path, 0, "nats per byte")
+    for step in range(1, 26):
+        trainer.step = step
+        reporter.end_step()
+        reporter.show_step(result, trainer)
+    reporter.log.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
 
 
 def test_the_time_left_follows_recent_steps_and_not_a_slow_one() -> None:
