@@ -80,9 +80,7 @@ def describe(row: Mapping[str, Any], tokenizer: Any, classes: Mapping[int, str])
 
 
 def _marked(ids: Sequence[int], learned: Sequence[bool] | int, tokenizer: Any, width: int = 60) -> str:
-    """Return tokens as text in one line, with parts longer than ``width`` shortened. A number: learned from this
-    one.
-    """
+    """Return tokens as text in one line, with parts over ``width`` shortened. A number: learned from this one on."""
     if isinstance(learned, int):
         learned = [place >= learned for place in range(len(ids))]
     shown, start = [], 0
